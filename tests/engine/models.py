@@ -110,6 +110,15 @@ def fit(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[int]
     return losses
 
 
+def prepared_copy(
+    model: nn.Module, make: Any, config: ZeroConfig | None = None, *, lr: float | None = None, **sources: Any
+) -> tuple[nn.Module, rayzero.ZeroOptimizer]:
+    """A copy of a model, prepared with an optimizer of all its parameters: ranks that are threads share the original.
+    ``make``: an optimizer's class, with ``lr`` if it is given."""
+    model = copy.deepcopy(model)
+    return rayzero.prepare(model, make(model.parameters(), **({} if lr is None else {"lr": lr})), config, **sources)
+
+
 def tight(model: nn.Module, *, units: UnitRule = "auto", spare: int = 2, **settings: Any) -> ZeroConfig:
     """A config whose budget holds the root, the unit in use, the prefetch depth and ``spare`` units that a test may
     hold, but not the whole model: units come and go."""

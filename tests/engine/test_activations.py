@@ -22,7 +22,7 @@ from rayzero.errors import ConfigError
 from rayzero.testing import run_ranks
 from tests.support.leftovers import threads, threads_left
 
-from .models import WIDTH, Net, same_bits, seeded, tight, token_loss, tokens
+from .models import WIDTH, Net, prepared_copy, same_bits, seeded, tight, token_loss, tokens
 
 BATCH, LENGTH = 4, 8  # of tokens()
 ROW = BATCH * LENGTH * WIDTH * 4  # bytes of one activation of width WIDTH
@@ -57,8 +57,7 @@ def trained(
     context: RankContext, base: nn.Module, config: ZeroConfig, steps: int = 3
 ) -> tuple[dict[str, Tensor], list[Tensor], list[tuple[str, str]], Any]:
     """Complete weights, the first step's gradients, the units' events, and what the offload counted."""
-    model = copy.deepcopy(base)
-    model, optimizer = rayzero.prepare(model, momentum(model.parameters()), config)
+    model, optimizer = prepared_copy(base, momentum, config)
     events: list[tuple[str, str]] = []
     optimizer.engine.observers.append(lambda verb, unit: events.append((verb, unit)))
     gradients: list[Tensor] = []
@@ -267,8 +266,7 @@ def test_on_cuda_gradients_are_those_without_and_activations_leave_the_device(up
     found = []
     for patterns in ((), ("layers.?",)):
         with running_in(RankContext(config=offloading(base, up=up, patterns=patterns))):
-            model = copy.deepcopy(base)
-            model, optimizer = rayzero.prepare(model, momentum(model.parameters()))
+            model, optimizer = prepared_copy(base, momentum)
             token_loss(model, batch).backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -19,6 +19,8 @@ from rayzero.engine.checkpoint.load import load_checkpoint
 from rayzero.engine.context import RankContext, running_in
 from rayzero.kernels.torch_classes.optimizer_states import leaves
 
+from .models import prepared_copy
+
 STEPS, SAVED = 6, 3
 
 
@@ -96,8 +98,7 @@ def test_a_loop_has_the_bits_of_plain_torch_also_resumed_or_loaded(case: str, tm
     found = []
     for resume in (None, tmp_path / "at-3"):
         with running_in(RankContext()):
-            model = mixed()
-            model, optimizer = rayzero.prepare(model, cls(model.parameters(), lr=1e-2), config, resume=resume)
+            model, optimizer = prepared_copy(mixed(), cls, config, resume=resume, lr=1e-2)
             if resume is None:
                 train(model, optimizer, range(SAVED))
                 rayzero.save_checkpoint(optimizer, tmp_path / "at-3")
@@ -106,8 +107,7 @@ def test_a_loop_has_the_bits_of_plain_torch_also_resumed_or_loaded(case: str, tm
             found.append(rayzero.full_state_dict(model))
             assert same_states(optimizer.state_dict(), torch.optim.Optimizer.state_dict(theirs))
     with running_in(RankContext()):
-        model = mixed()
-        model, optimizer = rayzero.prepare(model, cls(model.parameters(), lr=1e-2), config)
+        model, optimizer = prepared_copy(mixed(), cls, config, lr=1e-2)
         load_checkpoint(optimizer, tmp_path / "at-3")
         assert same_states(optimizer.state_dict(), half)
         train(model, optimizer, range(1))
@@ -118,6 +118,5 @@ def test_a_loop_has_the_bits_of_plain_torch_also_resumed_or_loaded(case: str, tm
     convert(tmp_path / "at-3", tmp_path / "dcp", to="dcp")
     convert(tmp_path / "dcp", tmp_path / "back", to="rayzero", optimizer=f"{cls.__module__}:{cls.__qualname__}")
     with running_in(RankContext()):
-        model = mixed()
-        _, optimizer = rayzero.prepare(model, cls(model.parameters(), lr=1e-2), config, resume=tmp_path / "back")
+        _, optimizer = prepared_copy(mixed(), cls, config, resume=tmp_path / "back", lr=1e-2)
         assert same_states(optimizer.state_dict(), half)

@@ -18,7 +18,7 @@ import rayzero
 from rayzero.engine.context import RankContext
 from rayzero.testing import run_ranks
 
-from .models import Net, same_bits, seeded, tokens
+from .models import Net, prepared_copy, same_bits, seeded, tokens
 from .test_comeback import Seen
 
 pytestmark = pytest.mark.thorough
@@ -50,8 +50,7 @@ def loop(context: RankContext, data: Any, at: Deaths = ()) -> Any:
         if (point, context.step) == fatal:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    model = seeded(Net)
-    model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    model, optimizer = prepared_copy(seeded(Net), torch.optim.AdamW, lr=1e-2)
     seen = Seen()  # tracked: an iteration that is decided already computes its loss again with newer weights
     rayzero.track(seen=seen)
     batches = data(context.step)

@@ -20,7 +20,7 @@ from rayzero.engine.context import RankContext
 from rayzero.errors import CheckpointError
 from rayzero.testing import run_ranks
 
-from .models import Net, fit, same_bits, seeded
+from .models import Net, fit, prepared_copy, same_bits, seeded
 
 STEPS = 3
 CONFIG = ZeroConfig(shard_bytes=16 << 10, min_unit_bytes=1 << 12)
@@ -37,8 +37,7 @@ def resume(base: nn.Module, checkpoint: Path) -> dict[str, Tensor]:
     """STEPS more on one rank and three owners; the complete state."""
 
     def loop(context: RankContext) -> dict[str, Tensor]:
-        model = copy.deepcopy(base)
-        model, optimizer = rayzero.prepare(model, adamw(model.parameters(), lr=0.5), CONFIG, resume=checkpoint)
+        model, optimizer = prepared_copy(base, adamw, CONFIG, resume=checkpoint, lr=0.5)
         assert context.step == STEPS
         run(model, optimizer, STEPS)
         return rayzero.full_state_dict(model)
@@ -71,8 +70,7 @@ def test_plain_pytorch_goes_on_from_a_run(tmp_path: Path, plain: Any) -> None:
     base, _, _ = plain
 
     def loop(context: RankContext) -> dict[str, Tensor]:
-        model = copy.deepcopy(base)
-        model, optimizer = rayzero.prepare(model, adamw(model.parameters()), CONFIG)
+        model, optimizer = prepared_copy(base, adamw, CONFIG)
         run(model, optimizer, 0)
         rayzero.save_checkpoint(optimizer, tmp_path / "step-3")
         run(model, optimizer, STEPS)
@@ -97,14 +95,12 @@ def test_a_new_run_starts_from_the_weights_of_any_format(tmp_path: Path, plain: 
         base.norm.bias.fill_(0.25)
     run_ranks(partial(_save, base=base, directory=tmp_path / "saved"), 1, 2)
     source = convert(tmp_path / "saved", tmp_path / "other", to=to, max_bytes=20_000).path
-    model = seeded(Net, seed=7)
-    model, _ = rayzero.prepare(model, adamw(model.parameters()), weights=source)
+    model, _ = prepared_copy(seeded(Net, seed=7), adamw, weights=source)
     assert same_bits(rayzero.full_state_dict(model), base.state_dict())
 
 
 def _save(context: RankContext, base: nn.Module, directory: Path) -> None:
-    model = copy.deepcopy(base)
-    _, optimizer = rayzero.prepare(model, adamw(model.parameters()), CONFIG)
+    _, optimizer = prepared_copy(base, adamw, CONFIG)
     rayzero.save_checkpoint(optimizer, directory)
 
 
@@ -115,8 +111,7 @@ def test_weights_without_moments_start_a_run_as_fresh(tmp_path: Path, plain: Any
     convert(tmp_path / "hf", tmp_path / "start", to="rayzero")
     results: list[dict[str, Tensor]] = []
     for options in ({"resume": tmp_path / "start"}, {"weights": tmp_path / "hf"}):
-        model = seeded(Net, seed=7)
-        model, optimizer = rayzero.prepare(model, adamw(model.parameters()), **options)
+        model, optimizer = prepared_copy(seeded(Net, seed=7), adamw, **options)
         run(model, optimizer, 0)
         results.append(rayzero.full_state_dict(model))
     assert same_bits(*results)

@@ -18,7 +18,7 @@ from rayzero import ZeroConfig
 from rayzero.engine.context import RankContext
 from rayzero.errors import UnsupportedError
 
-from .models import WIDTH, Block, Net, same_bits, seeded, tight, token_loss, tokens
+from .models import WIDTH, Block, Net, prepared_copy, same_bits, seeded, tight, token_loss, tokens
 
 STEPS = 3
 Write = Callable[[Block], object]
@@ -287,8 +287,7 @@ def test_a_numpy_write_inside_forward_never_reaches_the_owners(alone: RankContex
         array *= 2
 
     base = net(double)
-    model = copy.deepcopy(base)
-    model, _ = rayzero.prepare(model, sgd(model.parameters()), tight(base, prefetch_buffer_size=1))
+    model, _ = prepared_copy(base, sgd, tight(base, prefetch_buffer_size=1))
     with torch.no_grad():
         doubled = token_loss(model, tokens(0))
         base.layers[1].write = lambda block: None

@@ -20,7 +20,7 @@ from rayzero.protocol.messages import COMPUTE, Contribution
 from rayzero.store.inprocess import LocalConnection, LocalOwners
 from rayzero.store.rank.rank_store import RankStore
 
-from .models import Net, same_bits, seeded, tight, token_loss, tokens
+from .models import Net, prepared_copy, same_bits, seeded, tight, token_loss, tokens
 
 
 class FaultyStore(RankStore):
@@ -76,8 +76,7 @@ def store() -> Any:
 
 
 def prepared(base: nn.Module, config: ZeroConfig) -> tuple[nn.Module, rayzero.ZeroOptimizer]:
-    model = copy.deepcopy(base)
-    return rayzero.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
+    return prepared_copy(base, torch.optim.SGD, config, lr=0.1)
 
 
 def plain_steps(base: nn.Module, steps: int) -> dict[str, Tensor]:

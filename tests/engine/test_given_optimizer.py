@@ -17,6 +17,8 @@ import rayzero
 from rayzero.engine.context import RankContext
 from rayzero.errors import RayZeroError, UnsupportedError
 
+from .models import prepared_copy
+
 pytestmark = pytest.mark.usefixtures("alone")
 
 
@@ -235,8 +237,7 @@ def test_a_class_that_counts_in_its_groups_trains_resumes_and_saves(
     plain = net()
     theirs = cls(plain.parameters())
     train(plain, theirs, 3)
-    model = net()
-    model, optimizer = rayzero.prepare(model, cls(model.parameters()))
+    model, optimizer = prepared_copy(net(), cls)
     train(model, optimizer, 3)
     same(model, plain)
     ours = {key: value for key, value in optimizer.state_dict()["param_groups"][0].items() if key != "params"}
@@ -259,8 +260,7 @@ def test_a_class_that_counts_in_its_groups_trains_resumes_and_saves(
 
 @pytest.mark.parametrize("cls", [Counting, CountingInTensor])
 def test_a_step_that_a_grad_scaler_skips_is_not_counted(cls: type[Mine]) -> None:
-    model = net()
-    model, optimizer = rayzero.prepare(model, cls(model.parameters()))
+    model, optimizer = prepared_copy(net(), cls)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     for factor in (1.0, float("inf"), 1.0):
         scaler.scale(model(batch(0)).square().mean() * factor).backward()
@@ -287,8 +287,7 @@ def global_calls() -> Iterator[list[tuple[str, str]]]:
 
 @pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.AdamW, Flagged])
 def test_hooks_for_all_optimizers_run_once_a_step_of_the_users(cls: Any, global_calls: list[tuple[str, str]]) -> None:
-    model = net()
-    model, optimizer = rayzero.prepare(model, cls(model.parameters(), lr=0.01))
+    model, optimizer = prepared_copy(net(), cls, lr=0.01)
     train(model, optimizer, 2)
     rayzero.full_state_dict(model)
     optimizer.load_state_dict(optimizer.state_dict())
@@ -424,8 +423,7 @@ def test_a_change_inside_the_given_optimizer_after_prepare_is_refused_by_name(
 
 @pytest.mark.parametrize("name", ["boost", "boosted"])
 def test_what_the_class_reads_cannot_be_set_on_the_returned_optimizer(name: str) -> None:
-    model = net()
-    model, optimizer = rayzero.prepare(model, Tuned(model.parameters()))
+    _, optimizer = prepared_copy(net(), Tuned)
     with pytest.raises(UnsupportedError, match=f"'{name}' of the Tuned was set after"):
         setattr(optimizer, name, 3.0)
     optimizer.note = "a loop's own"
@@ -492,8 +490,7 @@ def test_states_that_are_not_here_cannot_be_read_or_changed(use: Callable[[Any, 
 
 
 def test_states_cannot_be_exchanged_or_set_before_the_first_step() -> None:
-    model = net()
-    model, optimizer = rayzero.prepare(model, MOMENTUM(model.parameters()))
+    model, optimizer = prepared_copy(net(), MOMENTUM)
     with pytest.raises(UnsupportedError, match=r"optimizer\.state is empty"):
         optimizer.state = {}
     with pytest.raises(UnsupportedError, match=r"optimizer\.state is empty"):
@@ -534,8 +531,7 @@ def _two_groups(params: Any) -> torch.optim.Optimizer:
     ],
 )
 def test_a_group_that_trains_other_parameters_than_at_prepare_is_refused(change: Callable[[Any], object]) -> None:
-    model = net()
-    model, optimizer = rayzero.prepare(model, _two_groups(model.parameters()))
+    model, optimizer = prepared_copy(net(), _two_groups)
     train(model, optimizer, 1)
     change(optimizer.param_groups)
     model(batch(1)).square().mean().backward()

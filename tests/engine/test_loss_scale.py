@@ -19,7 +19,7 @@ from rayzero.errors import ConfigError, GradientAccessError, NonFiniteGradientEr
 from rayzero.protocol.messages import Action
 from rayzero.testing import run_ranks
 
-from .models import Net, averaged, relative_difference, same_bits, seeded, tight, token_loss, tokens
+from .models import Net, averaged, prepared_copy, relative_difference, same_bits, seeded, tight, token_loss, tokens
 
 STEPS = 9
 adamw = partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1, fused=True)
@@ -53,9 +53,8 @@ CLIPS: dict[str, Clip | None] = {"no clip": None, "norm": by_norm, "value": by_v
 
 def train(context: RankContext, base: nn.Module, precision: str, clip: Clip | None, *, scaled: bool = True) -> Any:
     """The loop of torch's documentation on one rank: state, scales, norms."""
-    model = copy.deepcopy(base)
-    config = tight(model, precision=precision, prefetch_buffer_size=1, shard_bytes=16 << 10)
-    model, optimizer = rayzero.prepare(model, adamw(model.parameters()), config)
+    config = tight(base, precision=precision, prefetch_buffer_size=1, shard_bytes=16 << 10)
+    model, optimizer = prepared_copy(base, adamw, config)
     scaler = make_scaler() if scaled else torch.amp.GradScaler("cpu", enabled=False)
     scales, norms = [], []
     for step in range(STEPS):
@@ -123,8 +122,7 @@ def test_fp16_with_torchs_scaler_is_fp16_with_fp32_masters(base: nn.Module, clip
 
 
 def prepared(base: nn.Module, **settings: Any) -> tuple[nn.Module, rayzero.ZeroOptimizer]:
-    model = copy.deepcopy(base)
-    return rayzero.prepare(model, adamw(model.parameters()), ZeroConfig(**settings))
+    return prepared_copy(base, adamw, ZeroConfig(**settings))
 
 
 def test_a_skipped_step_is_a_step_and_its_decision_says_so(base: nn.Module, alone: RankContext) -> None:

@@ -26,7 +26,7 @@ from rayzero.memory.process_memory import process_memory
 from rayzero.testing import run_ranks
 from tests.support.leftovers import threads, threads_left
 
-from .models import Net, same_bits, seeded, tight, token_loss, tokens
+from .models import Net, prepared_copy, same_bits, seeded, tight, token_loss, tokens
 
 STEPS = 5
 adamw = partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1)
@@ -39,8 +39,7 @@ def loss_of(output: Tensor, targets: Tensor) -> Tensor:
 
 def plain(base: nn.Module, config: ZeroConfig, rank: int = 0, rates: tuple[float, ...] = ()) -> dict[str, Tensor]:
     """The plain loop."""
-    model = copy.deepcopy(base)
-    model, optimizer = rayzero.prepare(model, adamw(model.parameters()), config)
+    model, optimizer = prepared_copy(base, adamw, config)
     for step in range(STEPS):
         token_loss(model, tokens(step, rank)).backward()
         for group in optimizer.param_groups:

@@ -20,7 +20,7 @@ from rayzero.telemetry.names import EXPOSED_WAIT_SECONDS, TRANSFER_BYTES
 from rayzero.telemetry.recorder import MemoryRecorder
 from rayzero.testing import run_ranks
 
-from .models import Net, fit, same_bits, seeded, tight, token_loss, tokens
+from .models import Net, fit, prepared_copy, same_bits, seeded, tight, token_loss, tokens
 
 
 @pytest.fixture(autouse=True)
@@ -41,8 +41,7 @@ def recorder() -> Iterator[MemoryRecorder]:
 
 
 def prepared(base: nn.Module, config: ZeroConfig) -> tuple[nn.Module, rayzero.ZeroOptimizer]:
-    model = copy.deepcopy(base)
-    return rayzero.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
+    return prepared_copy(base, torch.optim.SGD, config, lr=0.1)
 
 
 def plain_state(base: nn.Module, steps: int) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ from rayzero.protocol.messages import MeanInput
 from rayzero.telemetry.names import EXPOSED_WAIT_SECONDS
 from rayzero.testing import Killed, run_ranks
 
-from .models import Net, seeded, token_loss, tokens
+from .models import Net, prepared_copy, seeded, token_loss, tokens
 
 
 def on_ranks(loop: Callable[[RankContext], Any], world_size: int = 2, **options: Any) -> list[Any]:
@@ -252,8 +252,7 @@ def test_more_or_fewer_calls_are_refused() -> None:
 def flags(context: RankContext, ending: float, extra: bool) -> list[float]:
     """Every iteration begins with a flag, and ends with another one, which rank 0 gives ``ending`` to."""
     torch.set_num_threads(1)
-    model = seeded(Net)
-    model, optimizer = rayzero.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = prepared_copy(seeded(Net), torch.optim.SGD, lr=0.1)
     rayzero.track()
     found = [rayzero.mean_over_ranks(7.0)] if extra else []
     for step in range(context.step, 3):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import logging
 import math
@@ -34,7 +33,7 @@ from rayzero.telemetry.names import (
 )
 from rayzero.telemetry.recorder import MemoryRecorder
 
-from .models import Net, fit, same_bits, seeded, tight, token_loss, tokens
+from .models import Net, fit, prepared_copy, same_bits, seeded, tight, token_loss, tokens
 
 A = AutoMemoryStrategy
 EVERYWHERE = Relief(residency=frozenset({Resource.HOST}), activations=frozenset({Resource.HOST}))
@@ -85,8 +84,7 @@ def press(monkeypatch: pytest.MonkeyPatch) -> Press:
 
 
 def prepared(base: nn.Module, config: ZeroConfig | None = None) -> tuple[nn.Module, rayzero.ZeroOptimizer, Engine]:
-    model = copy.deepcopy(base)
-    model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), config)
+    model, optimizer = prepared_copy(base, torch.optim.AdamW, config, lr=1e-3)
     return model, optimizer, optimizer.engine
 
 

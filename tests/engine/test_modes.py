@@ -12,9 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
-from torch.overrides import TorchFunctionMode
 from torch.utils._debug_mode import DebugMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -22,37 +20,12 @@ import rayzero
 from rayzero import ZeroConfig
 from rayzero.engine.context import RankContext, running_in
 from rayzero.modes import MachineMode, outside_modes
+from tests.support.modes import Functions, Operations
 
 from .models import WIDTH, Net, same_bits, seeded, token_loss, tokens
 from .models import tight as _tight
 
 AdamW = partial(torch.optim.AdamW, lr=0.01, fused=True)
-BY_HOOKS = "aten.detach.default"  # torch's own, for each tensor that it gives to saved-tensor hooks: not the engine's
-
-
-class Operations(TorchDispatchMode):
-    """Notes every operation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if str(func) != BY_HOOKS:
-            self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-class Functions(TorchFunctionMode):
-    """Notes every call of torch's functions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(getattr(func, "__qualname__", str(func)))
-        return func(*args, **(kwargs or {}))
 
 
 class Seen(ExitStack):

@@ -19,15 +19,14 @@ from rayzero.kernels.moments import moment_bytes
 from rayzero.telemetry.names import MEMORY_BYTES
 from rayzero.testing import Transport, run_ranks
 
-from .models import Net, same_bits, seeded, token_loss, tokens
+from .models import Net, prepared_copy, same_bits, seeded, token_loss, tokens
 
 CODED = ["bf16", "int8"]
 SHARD = 16384  # bytes: several shards a unit
 
 
 def prepared(config: ZeroConfig | None = None) -> tuple[nn.Module, Any]:
-    model = seeded(Net, seed=get_context().rank)
-    return rayzero.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3), config)
+    return prepared_copy(seeded(Net, seed=get_context().rank), torch.optim.AdamW, config, lr=3e-3)
 
 
 def train(model: nn.Module, optimizer: Any, steps: range, rank: int = 0) -> list[float]:
@@ -59,8 +58,7 @@ def test_it_learns_as_with_moments_in_fp32(moments: str, precision: str) -> None
 
 
 def states_of(context: RankContext, base: Net) -> dict[str, Tensor]:
-    model = copy.deepcopy(base)
-    model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
+    model, optimizer = prepared_copy(base, torch.optim.AdamW, lr=3e-3)
     train(model, optimizer, range(3), context.rank)
     found = {
         f"{i}.{name}": value for i, state in optimizer.state_dict()["state"].items() for name, value in state.items()

@@ -25,7 +25,7 @@ from rayzero.telemetry.names import MEMORY_BYTES
 from rayzero.telemetry.recorder import MemoryRecorder
 from rayzero.testing import run_ranks
 
-from .models import Net, fit, same_bits, seeded, token_loss, tokens
+from .models import Net, fit, prepared_copy, same_bits, seeded, token_loss, tokens
 
 MAX_NORM = 0.5
 SMALL = ZeroConfig(shard_bytes=16 << 10, min_unit_bytes=1 << 12)  # several shards a unit
@@ -38,8 +38,7 @@ def loop(
     context: RankContext, base: nn.Module, make: Any = adamw, *, steps: int = 4, poisoned: int = -1, backwards: int = 1
 ) -> tuple[dict[str, Tensor], list[float], dict[str, Any]]:
     """Clipped training on one rank: complete weights, norms, the optimizer's state."""
-    model = copy.deepcopy(base)
-    model, optimizer = rayzero.prepare(model, make(model.parameters()))
+    model, optimizer = prepared_copy(base, make)
     norms = []
     for step in range(steps):
         for backward in range(backwards):
@@ -217,8 +216,7 @@ def test_a_checkpoint_of_one_fraction_goes_on_with_another(first, then, tmp_path
     base = seeded(Net)
 
     def part(context: RankContext, start: int, stop: int) -> tuple[dict[str, Tensor], str]:
-        model = copy.deepcopy(base)
-        model, optimizer = rayzero.prepare(model, adamw(model.parameters()))
+        model, optimizer = prepared_copy(base, adamw)
         for step in range(start, stop):
             token_loss(model, tokens(step, context.rank)).backward()
             optimizer.clip_grad_norm_(MAX_NORM)
@@ -245,8 +243,7 @@ def test_states_are_written_and_read_beside_a_rank_as_anywhere(precision):
     trained = run_ranks(lambda ctx: loop(ctx, base, steps=3), 1, 1, config=config)[0][2]
 
     def load(context: RankContext) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        model = copy.deepcopy(base)
-        model, optimizer = rayzero.prepare(model, adamw(model.parameters()))
+        model, optimizer = prepared_copy(base, adamw)
         optimizer.load_state_dict(trained)
         with torch.no_grad():
             model.layers[0].up.weight[0].mul_(0.5)  # what else its unit has keeps fp32 masters
@@ -271,8 +268,7 @@ def test_on_cuda_states_lie_on_the_device_and_weights_are_those_of_the_host(prec
         recorder = MemoryRecorder()
         config = SMALL.replace(precision=precision, offload_fraction=fraction)
         with running_in(RankContext(config=config, recorder=recorder)):
-            model = copy.deepcopy(base)
-            model, optimizer = rayzero.prepare(model, adamw(model.parameters()))
+            model, optimizer = prepared_copy(base, adamw)
             for step in range(5):
                 inputs, targets = tokens(step)
                 token_loss(model, (inputs.cuda(), targets.cuda())).backward()

@@ -3,7 +3,6 @@ tests/elastic/test_open_checkpoint.py."""
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import threading
@@ -26,7 +25,7 @@ from rayzero.errors import CheckpointWriteError
 from rayzero.store.shm.same_host import why_no_sharing
 from rayzero.testing import run_ranks
 
-from .models import fit, same_bits, seeded
+from .models import fit, prepared_copy, same_bits, seeded
 from .test_comeback import Small
 
 WAIT = 20.0  # seconds after which a test is broken
@@ -65,8 +64,7 @@ BASE = seeded(Small, 1)
 
 
 def prepared(config: ZeroConfig | None = None) -> tuple[nn.Module, rayzero.ZeroOptimizer]:
-    model = copy.deepcopy(BASE)  # ranks that are threads share a generator
-    return rayzero.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), config)
+    return prepared_copy(BASE, torch.optim.AdamW, config, lr=1e-3)
 
 
 def files_of(checkpoint: Path) -> dict[str, str]:

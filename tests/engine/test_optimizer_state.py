@@ -18,7 +18,7 @@ from rayzero.engine.context import RankContext
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.testing import Transport, run_ranks
 
-from .models import Net, averaged, relative_difference, same_bits, seeded, tight, token_loss, tokens
+from .models import Net, averaged, prepared_copy, relative_difference, same_bits, seeded, tight, token_loss, tokens
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 adamw = partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1, fused=True)
@@ -89,9 +89,8 @@ def test_the_state_is_torchs_and_loads_into_plain_torch(name: str, world_size: i
     plain_train(plain, reference, range(3), world_size)
 
     def loop(context: RankContext) -> dict[str, Any]:
-        model = copy.deepcopy(base)
-        config = tight(model, prefetch_buffer_size=1, shard_bytes=16 << 10)
-        model, optimizer = rayzero.prepare(model, make(model.parameters()), config)
+        config = tight(base, prefetch_buffer_size=1, shard_bytes=16 << 10)
+        model, optimizer = prepared_copy(base, make, config)
         train(model, optimizer, range(3), context.rank)
         return optimizer.state_dict()
 
@@ -112,8 +111,7 @@ def test_training_goes_on_bit_by_bit_from_both_state_dicts(name: str, world_size
     config = tight(base, precision=precision, prefetch_buffer_size=1, shard_bytes=16 << 10)
 
     def loop(context: RankContext, saved: Any = None) -> tuple[Any, dict[str, Tensor]]:
-        model = copy.deepcopy(base)
-        model, optimizer = rayzero.prepare(model, make(model.parameters()), config)
+        model, optimizer = prepared_copy(base, make, config)
         if saved is None:
             train(model, optimizer, range(3), context.rank)
             saved = copy.deepcopy((rayzero.full_state_dict(model), optimizer.state_dict()))
@@ -160,8 +158,7 @@ def test_states_reach_owners_in_other_places(transport: Transport) -> None:
     base = seeded(Net)
 
     def loop(context: RankContext) -> tuple[dict[str, Any], dict[str, Any]]:
-        model = copy.deepcopy(base)
-        model, optimizer = rayzero.prepare(model, adamw(model.parameters()), ZeroConfig())
+        model, optimizer = prepared_copy(base, adamw, ZeroConfig())
         train(model, optimizer, range(2), context.rank)
         before = copy.deepcopy(optimizer.state_dict())
         train(model, optimizer, range(2, 4), context.rank)
@@ -198,8 +195,7 @@ def test_groups_schedulers_and_hooks_are_torchs(alone: RankContext) -> None:
 
 
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(alone: RankContext) -> None:
-    model = seeded(Net)
-    model, optimizer = rayzero.prepare(model, adamw(model.parameters()))
+    model, optimizer = prepared_copy(seeded(Net), adamw)
     train(model, optimizer, range(1))
     before = saved_and_loaded(optimizer.state_dict())
     other = torch.optim.SGD(seeded(Net).parameters(), lr=0.1, momentum=0.9)

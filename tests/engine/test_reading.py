@@ -22,7 +22,7 @@ from rayzero.engine.units.param_unit import UnitState
 from rayzero.errors import MemoryPlanError, UnsupportedError
 from rayzero.memory.pool import buffer_bytes
 
-from .models import Net, fit, same_bits, seeded, tight, token_loss, tokens
+from .models import Net, fit, prepared_copy, same_bits, seeded, tight, token_loss, tokens
 
 Pair = tuple[nn.Module, rayzero.ZeroOptimizer, nn.Module]
 
@@ -236,8 +236,7 @@ def test_changes_of_dtype_or_data_are_refused_by_name(change: str, alone: RankCo
 
 
 def test_a_model_can_be_moved_to_where_it_is_with_gradients_that_have_left(alone: RankContext) -> None:
-    model = seeded(Net)
-    model, optimizer = rayzero.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = prepared_copy(seeded(Net), torch.optim.SGD, lr=0.1)
     token_loss(model, tokens(0)).backward()
     model.to("cpu")
     optimizer.step()

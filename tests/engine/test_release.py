@@ -3,7 +3,6 @@ again."""
 
 from __future__ import annotations
 
-import copy
 import functools
 import os
 import signal
@@ -23,15 +22,14 @@ from rayzero.slabs.sweep import list_slabs
 from rayzero.testing import run_ranks
 from tests.support import needs
 
-from .models import Net, same_bits, seeded, tight, token_loss, tokens
+from .models import Net, prepared_copy, same_bits, seeded, tight, token_loss, tokens
 from .test_replaced_owners import owner_pid
 
 PAGES = 16 << 12  # what may stay of a slab: its header, and the last page of each place
 
 
 def prepared(base: nn.Module, config: ZeroConfig) -> tuple[nn.Module, rayzero.ZeroOptimizer]:
-    model = copy.deepcopy(base)
-    return rayzero.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), config)
+    return prepared_copy(base, torch.optim.AdamW, config, lr=1e-2)
 
 
 def gradient_pages(context: RankContext) -> int:

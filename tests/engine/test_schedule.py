@@ -12,14 +12,13 @@ from rayzero.engine.context import RankContext
 from rayzero.engine.engine import Engine
 from rayzero.engine.units.schedule import Phase, UnitSchedule
 
-from .models import Net, fit, seeded, tight
+from .models import Net, fit, prepared_copy, seeded, tight
 
 Events = list[tuple[str, str]]
 
 
 def prepared(config: ZeroConfig) -> tuple[nn.Module, rayzero.ZeroOptimizer, Engine]:
-    model = seeded(Net)
-    model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters()), config)
+    model, optimizer = prepared_copy(seeded(Net), torch.optim.AdamW, config)
     return model, optimizer, optimizer.engine
 
 

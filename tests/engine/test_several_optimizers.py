@@ -77,10 +77,6 @@ def train_plain(model: nn.Module, optimizers: Optimizers, steps: range) -> None:
             each.zero_grad()
 
 
-def weights(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in rayzero.full_state_dict(model).items()}
-
-
 def added(each: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """Sums of gradients, in order."""
     return [functools.reduce(torch.add, grads) for grads in zip(*each, strict=True)]
@@ -130,7 +126,7 @@ def loop(
     config = config.replace(gradient_accumulation_steps=backwards, matrix_updates=matrix_updates)
     model, optimizer = rayzero.prepare(model, make(model), config)
     train(model, optimizer, range(steps), context.rank, backwards=backwards, max_norm=max_norm)
-    return weights(model)
+    return rayzero.full_state_dict(model)
 
 
 # ---- bits
@@ -320,7 +316,7 @@ def test_a_scheduler_of_such_a_class_and_its_checkpoint(tmp_path: Path) -> None:
                 if step == 1 and resume is None:
                     rayzero.save_checkpoint(optimizer, tmp_path / "two")
             assert [len(state) for _, state in sorted(optimizer.state_dict()["state"].items())] == [2] * 6 + [3] * 15
-            return weights(model)
+            return rayzero.full_state_dict(model)
 
     assert same_bits(train_on(None), train_on(tmp_path / "two"))
 
@@ -408,11 +404,11 @@ def test_each_has_torchs_state_and_plain_ones_load_it(alone: RankContext) -> Non
 def test_each_loads_what_a_plain_one_saved_and_leaves_the_others_alone(alone: RankContext) -> None:
     model, optimizer, given = prepared()
     train(model, optimizer, range(2))
-    trained = weights(model)
+    trained = rayzero.full_state_dict(model)
     saved = [copy.deepcopy(each.state_dict()) for each in given]
     whole = copy.deepcopy(optimizer.state_dict())
     train(model, optimizer, range(2, 4))
-    expected = weights(model)
+    expected = rayzero.full_state_dict(model)
     for load in (
         lambda: [each.load_state_dict(state) for each, state in zip(given, saved, strict=True)],
         lambda: optimizer.load_state_dict(whole),
@@ -507,7 +503,7 @@ def test_a_run_interrupted_at_any_step_goes_on_with_the_same_bits(precision: str
                 scheduler.step()
             if path is None:
                 rayzero.save_checkpoint(optimizer, tmp_path / f"step-{step + 1}")
-        return weights(model)
+        return rayzero.full_state_dict(model)
 
     expected, _ = run_ranks(functools.partial(resumed, path=None, steps=4), 2, 2)
     for step in range(1, 4):
@@ -538,7 +534,7 @@ def test_a_rank_that_dies_repeats_its_step(when: str, at: int, transport: Transp
             optimizer.zero_grad()
             for scheduler in schedulers:
                 scheduler.step()
-        state = weights(model)
+        state = rayzero.full_state_dict(model)
         return state, [scheduler.get_last_lr() for scheduler in schedulers]
 
     expected = run_ranks(functools.partial(trained, dies=False), 2, 2, transport)
@@ -556,7 +552,7 @@ def test_a_checkpoint_that_is_loaded_or_converted_goes_on_with_the_same_bits(way
             train(model, optimizer, range(2))
             rayzero.save_checkpoint(optimizer, tmp_path / "first")
             train(model, optimizer, range(2, 4))
-            expected = weights(model)
+            expected = rayzero.full_state_dict(model)
             load_checkpoint(optimizer, tmp_path / "first")  # in the middle of a run
             train(model, optimizer, range(2, 4))
             assert same_bits(rayzero.full_state_dict(model), expected)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import errno
 import random
 import threading
@@ -26,7 +25,7 @@ from rayzero.owner import checkpoint as owner_snapshot
 from rayzero.protocol.messages import FileEntry
 from rayzero.testing import run_ranks
 
-from .models import Net, same_bits, seeded, tight, tokens
+from .models import Net, prepared_copy, same_bits, seeded, tight, tokens
 
 
 class Noisy(Net):
@@ -53,8 +52,7 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, start: int, stop: 
 
 
 def prepared(config: ZeroConfig | None = None) -> tuple[nn.Module, rayzero.ZeroOptimizer]:
-    model = seeded(Noisy, seed=get_context().rank)  # rank 0's values count
-    return rayzero.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), config)
+    return prepared_copy(seeded(Noisy, seed=get_context().rank), torch.optim.AdamW, config, lr=1e-3)
 
 
 def complete(model: nn.Module) -> dict[str, Tensor]:
@@ -107,8 +105,7 @@ def test_ranks_resume_with_their_own_state_and_another_number_of_owners(tmp_path
     base = seeded(Counting)
 
     def start(context: RankContext) -> tuple[nn.Module, rayzero.ZeroOptimizer]:
-        model = copy.deepcopy(base)
-        return rayzero.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+        return prepared_copy(base, torch.optim.AdamW, lr=1e-3)
 
     def whole(context: RankContext) -> Any:
         model, optimizer = start(context)
@@ -196,8 +193,7 @@ def test_a_rank_that_hears_late_of_a_failed_save_leaves_the_others_next_try_alon
     base = nn.Linear(8, 8)
 
     def loop(context: RankContext) -> str:
-        model = copy.deepcopy(base)
-        _, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters()))
+        _, optimizer = prepared_copy(base, torch.optim.AdamW)
         with pytest.raises((OSError, CheckpointError), match="No space left on device"):
             rayzero.save_checkpoint(optimizer, tmp_path / "best", {"try": 1})
         return rayzero.save_checkpoint(optimizer, tmp_path / "best", {"try": 2}).path

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import re
 from collections.abc import Iterator
@@ -29,14 +28,13 @@ from rayzero.telemetry.recorder import MemoryRecorder, NullRecorder
 from rayzero.telemetry.spans import Spans
 from rayzero.testing import run_ranks
 
-from .models import Net, seeded, tight, token_loss, tokens
+from .models import Net, prepared_copy, seeded, tight, token_loss, tokens
 
 
 def prepared(
     config: ZeroConfig | None = None, base: nn.Module | None = None
 ) -> tuple[nn.Module, rayzero.ZeroOptimizer]:
-    model = copy.deepcopy(base or seeded(Net))
-    return rayzero.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), config)
+    return prepared_copy(base or seeded(Net), torch.optim.AdamW, config, lr=1e-3)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, rank: int = 0) -> None:
@@ -400,8 +398,7 @@ def test_models_of_a_rank_have_passes_and_layers_of_their_own(alone: RankContext
 
 
 def _rank(context: RankContext, base: nn.Module) -> dict[str, Any]:
-    model = copy.deepcopy(base)
-    model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters()))
+    model, optimizer = prepared_copy(base, torch.optim.AdamW)
     train(model, optimizer, 2, context.rank)
     optimizer.clip_grad_norm_(1.0)
     return rayzero.stats(model).to_json()

@@ -22,7 +22,7 @@ from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
 from rayzero.errors import CheckpointError, ConfigError, UnsupportedError
 from rayzero.testing import run_ranks
 
-from .models import Batches, Net, fit, same_bits, seeded
+from .models import Batches, Net, fit, prepared_copy, same_bits, seeded
 
 STEPS = 7
 
@@ -78,8 +78,7 @@ def test_each_rank_gets_its_own_states_and_a_new_rank_those_of_rank_0(tmp_path: 
     base = seeded(Net)
 
     def start(context: RankContext) -> Batches:
-        model = copy.deepcopy(base)
-        _, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters()))
+        _, optimizer = prepared_copy(base, torch.optim.AdamW)
         loader = Batches(context.rank)
         loader.at = 10 * (context.rank + 1)
         rayzero.track(loader=loader)
@@ -253,8 +252,7 @@ def test_a_loop_that_tracks_is_kept_with_every_step(tracks: bool) -> None:
     base = seeded(Net)
 
     def train(context: RankContext) -> None:
-        model = copy.deepcopy(base)
-        model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters(), lr=1.0))
+        model, optimizer = prepared_copy(base, torch.optim.AdamW, lr=1.0)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
         loader = Batches(context.rank)
         if tracks:

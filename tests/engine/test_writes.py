@@ -18,7 +18,7 @@ from rayzero.engine.units.param_unit import UnitState
 from rayzero.errors import StepMismatchError, UnsupportedError
 from rayzero.testing import Transport, run_ranks
 
-from .models import Net, averaged, fit, relative_difference, same_bits, seeded, tight, token_loss, tokens
+from .models import Net, averaged, fit, prepared_copy, relative_difference, same_bits, seeded, tight, token_loss, tokens
 
 Write = Callable[[nn.Module], Any]
 STEPS = 3
@@ -118,8 +118,7 @@ def zero_run(
     """The same under RayZero; each rank's ``full_state_dict``."""
 
     def loop(context: RankContext) -> dict[str, Tensor]:
-        model = copy.deepcopy(base)
-        model, optimizer = rayzero.prepare(model, sgd(model.parameters()), config)
+        model, optimizer = prepared_copy(base, sgd, config)
         for step in range(STEPS):
             if when == "before forward":
                 write(model)
@@ -167,9 +166,8 @@ def test_masters_of_a_bf16_model_keep_their_precision_where_nothing_was_written(
     base = seeded(Net)
 
     def loop(context: RankContext) -> list[dict[str, Tensor]]:
-        model = copy.deepcopy(base)
-        config = tight(model, precision="bf16", prefetch_buffer_size=1)
-        model, optimizer = rayzero.prepare(model, sgd(model.parameters()), config)
+        config = tight(base, precision="bf16", prefetch_buffer_size=1)
+        model, optimizer = prepared_copy(base, sgd, config)
         fit(model, optimizer, [0], context.rank)
         states = [rayzero.full_state_dict(model)]
         with torch.no_grad():
@@ -193,8 +191,7 @@ def test_weights_swapped_for_an_evaluation_and_back_were_not_written() -> None:
     config = tight(base, precision="bf16", prefetch_buffer_size=1)
 
     def loop(context: RankContext, swap: bool) -> dict[str, Tensor]:
-        model = copy.deepcopy(base)
-        model, optimizer = rayzero.prepare(model, sgd(model.parameters()), config)
+        model, optimizer = prepared_copy(base, sgd, config)
         writes: list[str] = []
         optimizer.engine.observers.append(lambda verb, unit: writes.append(unit) if verb == "write" else None)
         for step in range(2):
@@ -318,8 +315,7 @@ def test_a_plain_state_dict_is_loaded_without_rounding(precision: str, world_siz
     config = tight(base, precision=precision, prefetch_buffer_size=1)
 
     def loop(context: RankContext) -> list[dict[str, Tensor]]:
-        model = copy.deepcopy(base)
-        model, optimizer = rayzero.prepare(model, sgd(model.parameters()), config)
+        model, optimizer = prepared_copy(base, sgd, config)
         fit(model, optimizer, [0], context.rank)
         assert not model.load_state_dict(other.state_dict()).missing_keys
         ups = sum(unit.state is UnitState.UNSHARDED for unit in optimizer.engine.units)
@@ -340,8 +336,7 @@ def test_some_entries_can_be_loaded_and_the_others_stay() -> None:
     base, other = seeded(Net), seeded(Net, 7)
 
     def loop(context: RankContext) -> dict[str, Tensor]:
-        model = copy.deepcopy(base)
-        model, optimizer = rayzero.prepare(model, sgd(model.parameters()), tight(model, prefetch_buffer_size=1))
+        model, optimizer = prepared_copy(base, sgd, tight(base, prefetch_buffer_size=1))
         _mul(model)  # not with the owners yet
         result = model.load_state_dict({"layers.1.up.bias": other.layers[1].up.bias.detach()}, strict=False)
         assert "layers.1.up.weight" in result.missing_keys
@@ -376,8 +371,7 @@ def test_a_view_held_over_a_load_shows_what_was_loaded(alone: RankContext) -> No
 
 
 def test_loading_by_assignment_is_refused(alone: RankContext) -> None:
-    model = seeded(Net)
-    model, _ = rayzero.prepare(model, sgd(model.parameters()))
+    model, _ = prepared_copy(seeded(Net), sgd)
     with pytest.raises(UnsupportedError, match=r"load_state_dict\(assign=True\) after rayzero\.prepare"):
         model.load_state_dict(seeded(Net, 7).state_dict(), assign=True)
     assert same_bits(rayzero.full_state_dict(model), seeded(Net).state_dict())
@@ -400,8 +394,7 @@ def test_a_checkpoint_has_what_was_written(tmp_path: Any) -> None:
     base = seeded(Net)
 
     def loop(context: RankContext) -> dict[str, Tensor]:
-        model = copy.deepcopy(base)
-        model, optimizer = rayzero.prepare(model, sgd(model.parameters()), tight(model, prefetch_buffer_size=1))
+        model, optimizer = prepared_copy(base, sgd, tight(base, prefetch_buffer_size=1))
         if context.resume is None:
             _clamp_all(model)
             rayzero.save_checkpoint(optimizer, tmp_path / "step", {})
@@ -427,8 +420,7 @@ def test_ranks_that_write_differently_fail_the_step_by_name(values: tuple[float 
     base = seeded(Net)
 
     def loop(context: RankContext) -> None:
-        model = copy.deepcopy(base)
-        model, optimizer = rayzero.prepare(model, sgd(model.parameters()), ZeroConfig(overlap="none"))
+        model, optimizer = prepared_copy(base, sgd, ZeroConfig(overlap="none"))
         if (value := values[context.rank]) is not None:
             nn.init.constant_(model.layers[1].up.weight, value)
         optimizer.step()

@@ -14,8 +14,6 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rayzero import HybridDeviceOptimizer
 from rayzero.errors import UnsupportedError
@@ -23,6 +21,7 @@ from rayzero.hybrid.gate import AwayParameter
 from rayzero.lanes import ThreadLane
 from tests.hybrid.models import backward, equal, net, train, weights
 from tests.support.leftovers import threads, threads_left
+from tests.support.modes import Functions, Operations
 
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
 
@@ -262,30 +261,6 @@ def test_random_delays_anywhere_change_no_bit(seed):
     assert equal(weights(model), weights(twin))
     hybrid.close()
     lane.close()
-
-
-class Operations(TorchDispatchMode):
-    """Notes every operation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-class Functions(TorchFunctionMode):
-    """Notes every call of torch's functions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = []
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.seen.append(getattr(func, "__qualname__", str(func)))
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("options", [{}, {"overlap_cpu_optimizer_d2h_h2d": False}, {"in_backward": "step"}])

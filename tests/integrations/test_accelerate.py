@@ -147,7 +147,7 @@ def test_a_list_of_optimizers_is_one_argument_and_one_optimizer(alone: RankConte
     assert same_bits(rayzero.full_state_dict(ours), plain.state_dict())
     accelerator.save_state(str(tmp_path / "saved"))
     train(accelerator, ours, [optimizer], rest[:2], rest[2])
-    expected = {name: value.clone() for name, value in rayzero.full_state_dict(ours).items()}
+    expected = rayzero.full_state_dict(ours)
     accelerator.load_state(str(tmp_path / "saved"))
     train(accelerator, ours, [optimizer], rest[:2], rest[2])
     assert same_bits(rayzero.full_state_dict(ours), expected)
