@@ -117,7 +117,8 @@ def _unpack(payload: bytes | memoryview, words: Words) -> bool:
     """Write what ``_packed`` has made to its places. False: it is not of as many words; some may be written."""
     packed = np.frombuffer(payload, np.uint8)
     if not isinstance(library := load(), str):
-        return bool(library.unpack(words.ctypes.data, len(words), packed.ctypes.data, len(packed)))
+        at, size = words.ctypes.data, len(words)
+        return bool(library.unpack(library.isa(), at, size, packed.ctypes.data, len(packed)))
     size = -(-len(words) // 8)
     above = -(-size // 8)
     at = -(-above // 8)

@@ -121,7 +121,7 @@ class NativeLibrary:
         self.encode_blocks = typed(library.rz_encode_blocks, None, *blocks)
         self.decode_blocks = typed(library.rz_decode_blocks, None, *blocks)
         self.pack = typed(library.rz_pack, c_int64, c_int32, *[c_void_p] * 2, c_int64, *[c_void_p] * 3)
-        self.unpack = typed(library.rz_unpack, c_int32, c_void_p, c_int64, c_void_p, c_int64)
+        self.unpack = typed(library.rz_unpack, c_int32, c_int32, c_void_p, c_int64, c_void_p, c_int64)
         self.rewrite = typed(library.rz_rewrite, None, *[c_void_p] * 4, c_int64, c_float, c_int64)
 
     def isa(self, name: str | None = None) -> int:

@@ -72,9 +72,26 @@ static int64_t bits_in(const uint8_t *bytes, int64_t count) {
     return set;
 }
 
+#if defined(__x86_64__)
+#define MANY 5     /* changed words of a row of 64 from which on this is faster than one by one */
+#define ROOM 160   /* bytes that there must be: it reads behind the last word */
+
+__attribute__((target("avx512f,popcnt"))) static const uint8_t *avx512_put(uint16_t *row, uint64_t bits, const uint8_t *from) {
+    for (int at = 0; at < 64; at += 16) {
+        __mmask16 these = (__mmask16)(bits >> at);
+        __m512i old = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(row + at)));
+        __m512i new = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from));
+        new = _mm512_mask_expand_epi32(old, these, new);
+        _mm256_storeu_si256((__m256i *)(row + at), _mm512_cvtepi32_epi16(new));
+        from += 2 * __builtin_popcount(these);
+    }
+    return from;
+}
+#endif
+
 /* Write words that rz_pack has packed to their places. Returns whether these are `size` bytes for `count` words; of others
  * some may be written. */
-EXPORT int32_t rz_unpack(uint16_t *words, int64_t count, const uint8_t *packed, int64_t size) {
+EXPORT int32_t rz_unpack(int32_t isa, uint16_t *words, int64_t count, const uint8_t *packed, int64_t size) {
     int64_t top = ((count + 63) / 64 + 7) / 8;
     if (size < top) return 0;
     const uint8_t *middle = packed + top, *bitmap = middle + bits_in(packed, top), *end = packed + size;
@@ -85,7 +102,14 @@ EXPORT int32_t rz_unpack(uint16_t *words, int64_t count, const uint8_t *packed, 
         if (!(packed[i / 8] >> i % 8 & 1)) continue;
         uint64_t bits = 0;
         for (uint32_t bytes = *middle++; bytes; bytes &= bytes - 1) bits |= (uint64_t)*bitmap++ << 8 * __builtin_ctz(bytes);
-        if (64 * i + 64 > count && (64 * i >= count || bits >> (count - 64 * i))) return 0;
+        int64_t left = count - 64 * i;
+        if (left < 64 && (left <= 0 || bits >> left)) return 0;
+#if defined(__x86_64__)
+        if (isa == AVX512 && left >= 64 && end - from >= ROOM && __builtin_popcountll(bits) >= MANY) {
+            from = avx512_put(words + 64 * i, bits, from);
+            bits = 0;
+        }
+#endif
         for (; bits; bits &= bits - 1, from += 2) memcpy(words + 64 * i + __builtin_ctzll(bits), from, 2);
     }
     return 1;
