@@ -11,13 +11,13 @@ import ray
 from rayzero.cluster.actors.actor_calls import STOP_S, refuse_name_in_use
 from rayzero.cluster.actors.certificates import Certificates
 from rayzero.cluster.actors.run_actors import RunActors
+from rayzero.cluster.files.key_files import viewable
 from rayzero.cluster.files.metrics_log import MetricsLog, trim_log, written_rows
 from rayzero.cluster.files.run_record import RECORD
-from rayzero.cluster.files.viewer_file import viewable
 from rayzero.cluster.interrupts import postponed
 from rayzero.cluster.janitor import KeptStates, announced
 from rayzero.cluster.journal import Journal, RunRequest
-from rayzero.cluster.loggers.children import Loggers
+from rayzero.cluster.loggers.feed import Loggers
 from rayzero.cluster.nodes.places import Reservation, placed
 from rayzero.cluster.nodes.resources import plan_resources, rescaled
 from rayzero.cluster.nodes.session import alive_nodes, ray_session
@@ -33,7 +33,7 @@ from rayzero.elastic.controller import (
 from rayzero.errors import ConfigError, RayZeroError, RunFailedError
 from rayzero.protocol.ownership import Ownership, device_owners
 from rayzero.quantities import count
-from rayzero.telemetry.discovery import service_discovery
+from rayzero.telemetry.scrape import service_discovery
 
 _LOOK_S = 1.0  # between two looks for places
 _GONE_S = 60.0  # until the processes of a driver that was killed have left the cluster

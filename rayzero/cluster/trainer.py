@@ -22,7 +22,7 @@ from rayzero.cluster.nodes.local_ray import LocalRay
 from rayzero.cluster.processes.rank_worker import pack_loop
 from rayzero.cluster.run import RunState
 from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
-from rayzero.config.loggers import require_loggers
+from rayzero.config.choices import require_loggers
 from rayzero.errors import ConfigError, RunFailedError, UnsupportedError
 from rayzero.security.issuer import issuer
 from rayzero.security.metrics_access import MetricsAccess

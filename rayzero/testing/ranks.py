@@ -27,8 +27,8 @@ from typing import Literal
 
 from rayzero.config import ZeroConfig
 from rayzero.elastic.controller import Controller, Lose
-from rayzero.elastic.doors import hosts_without_owner
 from rayzero.elastic.members import MemberId, MemberKind
+from rayzero.elastic.reform import hosts_without_owner
 from rayzero.engine.context import RankContext, running_in
 from rayzero.errors import ConfigError
 from rayzero.protocol.ownership import device_owners

@@ -23,11 +23,11 @@ from rich.console import Console
 from rayzero.cli.top import top
 from rayzero.errors import ConfigError
 from rayzero.telemetry import names
-from rayzero.telemetry.discovery import Target, service_discovery
 from rayzero.telemetry.exporter import Exporter
 from rayzero.telemetry.http import Page
 from rayzero.telemetry.metric import Role
 from rayzero.telemetry.recorder import MemoryRecorder
+from rayzero.telemetry.scrape import Target, service_discovery
 
 COMMAND = sys.modules["rayzero.cli.top"]  # rayzero.cli.top is the function
 HOST = "127.0.0.1"

@@ -39,8 +39,8 @@ from rayzero.cluster.trainer import ZeroTrainer
 from rayzero.cluster.upkeep.follower import Follower
 from rayzero.config import RunConfig, ZeroConfig
 from rayzero.errors import ConfigError, DataError, RunFailedError
-from rayzero.telemetry.discovery import Target
 from rayzero.telemetry.metric import Role
+from rayzero.telemetry.scrape import Target
 
 
 class Call(News):

@@ -10,8 +10,8 @@ from rayzero.cluster.actors.roster import Exporters, plan_exporters
 from rayzero.cluster.run import Member
 from rayzero.config import SecurityConfig, TelemetryConfig
 from rayzero.security.metrics_access import MetricsAccess
-from rayzero.telemetry.discovery import Target
 from rayzero.telemetry.metric import Role
+from rayzero.telemetry.scrape import Target
 
 SHM = Path("/dev/shm")
 OPEN = Certificates("demo", SecurityConfig(tls="never"))  # whose exporters ask nothing

@@ -12,12 +12,11 @@ import pytest
 from rayzero.cluster import group_owners
 from rayzero.cluster.actors.run_actors import RunActors
 from rayzero.cluster.continuation import Lost
-from rayzero.cluster.group_owners import GroupOwners
+from rayzero.cluster.group_owners import GroupOwners, WorkerGroup
 from rayzero.cluster.nodes.resources import Node
-from rayzero.cluster.processes.worker_groups import WorkerGroup
 from rayzero.cluster.run import Member
 from rayzero.config import ZeroConfig
-from rayzero.elastic.doors import hosts_without_owner
+from rayzero.elastic.reform import hosts_without_owner
 from rayzero.errors import RunFailedError
 from rayzero.protocol.ownership import Ownership
 from rayzero.slabs.hold import held_in

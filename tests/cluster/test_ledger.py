@@ -25,9 +25,8 @@ from rayzero.plan.programs import Programs
 from rayzero.plan.tiers import RunBytes, plan_bytes
 from rayzero.plan.work import measure_work
 from rayzero.recipes.plan_check import compare_bytes
-from rayzero.telemetry.discovery import Target
 from rayzero.telemetry.names import MEMORY_BYTES, PROCESS_MEMORY_BYTES
-from rayzero.telemetry.scrape import Scrape, scrape
+from rayzero.telemetry.scrape import Scrape, Target, scrape
 
 from .test_telemetry import get, series_of
 

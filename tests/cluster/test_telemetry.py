@@ -15,9 +15,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from telemetry.web_configs import HASH, TestAuthority, written
 
+from rayzero.cluster.files.key_files import VIEWER_FILE, read_viewer
 from rayzero.cluster.files.run_record import run_status
 from rayzero.cluster.files.tracing import trace_run
-from rayzero.cluster.files.viewer_file import VIEWER_FILE, read_viewer
 from rayzero.cluster.run import Report
 from rayzero.cluster.trainer import Result, ZeroTrainer
 from rayzero.config import RunConfig, ScalingConfig, TelemetryConfig, ZeroConfig

@@ -26,11 +26,11 @@ from rayzero.cluster.trainer import ZeroTrainer
 from rayzero.config import RunConfig, ScalingConfig, TelemetryConfig, ZeroConfig
 from rayzero.engine.context import get_context, report
 from rayzero.errors import ConfigError, RunFailedError
-from rayzero.telemetry.discovery import Target, service_discovery
 from rayzero.telemetry.exporter import Exporter
 from rayzero.telemetry.http import Page
 from rayzero.telemetry.metric import Role
 from rayzero.telemetry.recorder import MemoryRecorder
+from rayzero.telemetry.scrape import Target, service_discovery
 
 from .test_telemetry import get
 from .tiny import tiny_steps

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rayzero.cluster.processes.worker_groups import GroupEnded, GroupStart, WorkerGroup, WorkerGroups
+from rayzero.cluster.group_owners import GroupEnded, GroupStart, WorkerGroup, WorkerGroups
 from rayzero.protocol.ownership import Ownership
 from rayzero.security.authority import Authority
 from rayzero.security.credentials import ANY_RANK

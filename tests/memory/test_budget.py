@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayzero.errors import ConfigError
-from rayzero.memory.budget import Lease, MemoryBudget
+from rayzero.memory.pool import Lease, MemoryBudget
 
 
 @given(st.none() | st.integers(1, 100), st.lists(st.tuples(st.booleans(), st.integers(0, 150)), max_size=60))

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayzero.errors import ConfigError
-from rayzero.memory.budget import MemoryBudget
-from rayzero.memory.pool import Buffer, BufferPool, buffer_bytes
+from rayzero.memory.pool import Buffer, BufferPool, MemoryBudget, buffer_bytes
 
 
 def acquire(pool: BufferPool, nbytes: int) -> Buffer:

@@ -1,8 +1,11 @@
-"""Keys that a run leaves in its folder for programs of its user alone; among them that of its followers."""
+"""Keys that a run leaves in its folder for programs of its user alone: that of its followers, and what opens its
+protected metrics."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,8 +13,9 @@ from typing import Any, TypeVar
 from rayzero.errors import ConfigError
 from rayzero.files import to_json
 from rayzero.records import load_record
+from rayzero.telemetry.scrape import Viewer
 
-FOLLOWER_FILE = ".follower.json"
+FOLLOWER_FILE, VIEWER_FILE = ".follower.json", ".metrics-viewer.json"
 
 _MOST_BYTES = 1 << 20
 
@@ -65,3 +69,25 @@ def read_key(run_dir: Path, name: str, kind: type[T], what: str, instead: str) -
         raise ConfigError(f"cannot read {path}: only the user who started the run may use {what}") from error
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
+
+
+@contextmanager
+def viewable(run_dir: Path, viewer: Viewer | None, follower: FollowerKey | None = None) -> Iterator[None]:
+    """A context in which the files are there, with mode 0600. None: one is not. Raises ConfigError if they cannot be
+    written."""
+    keys = {VIEWER_FILE: viewer, FOLLOWER_FILE: follower}
+    written = {name: key for name, key in keys.items() if key is not None}
+    for name, key in written.items():
+        write_key(run_dir, name, key)
+    try:
+        yield
+    finally:
+        for name in written:
+            (run_dir / name).unlink(missing_ok=True)
+
+
+def read_viewer(run_dir: Path) -> Viewer:
+    """What a run's exporters want to see; nothing if the run has written no such file. Raises ConfigError if it is
+    somebody else's or damaged."""
+    instead = "delete it, and metrics are read without a key"
+    return read_key(run_dir, VIEWER_FILE, Viewer, "a key to a run's metrics", instead) or Viewer()

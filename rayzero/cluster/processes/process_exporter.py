@@ -16,7 +16,6 @@ from rayzero.memory.malloc import give_back_freed, heap_use
 from rayzero.memory.process_memory import LedgerCount, ledger_rest, node_memory, process_memory, without_model
 from rayzero.security.credentials import Credentials
 from rayzero.security.refusals import Refusals
-from rayzero.telemetry.discovery import Target
 from rayzero.telemetry.exporter import Exporter
 from rayzero.telemetry.guard import Protection
 from rayzero.telemetry.http import Page
@@ -32,7 +31,7 @@ from rayzero.telemetry.names import (
     SHM_USED_BYTES,
 )
 from rayzero.telemetry.recorder import MemoryRecorder, Reading
-from rayzero.telemetry.scrape import Viewer
+from rayzero.telemetry.scrape import Target, Viewer
 from rayzero.telemetry.spans import SpanRing
 
 LOOPBACK = "127.0.0.1"

@@ -19,9 +19,8 @@ from rayzero.config import ScalingConfig, ZeroConfig
 from rayzero.config.zero import Placement
 from rayzero.elastic import reform
 from rayzero.elastic.controller import Action, still_outlived
-from rayzero.elastic.doors import with_doors
 from rayzero.elastic.members import MemberKind
-from rayzero.elastic.reform import Step
+from rayzero.elastic.reform import Step, with_doors
 from rayzero.elastic.requests import ScaleRequest, ask, withdraw
 from rayzero.elastic.supervisor import Answered, Event, Serves, Supervisor
 from rayzero.errors import ConfigError, RunFailedError

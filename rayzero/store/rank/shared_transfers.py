@@ -8,7 +8,7 @@ from functools import partial
 from torch import Tensor
 
 from rayzero.codecs.record import codec_of, read_record, used_bytes
-from rayzero.concurrency.gather import Gather
+from rayzero.concurrency.futures import Gather
 from rayzero.errors import StoreClosedError
 from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.protocol.messages import COMPUTE

@@ -19,8 +19,7 @@ from torch import Tensor
 from rayzero.codecs import RAW
 from rayzero.codecs.record import codec_of
 from rayzero.concurrency.backoff import backoff
-from rayzero.concurrency.futures import DONE, settle, then
-from rayzero.concurrency.gather import Gather
+from rayzero.concurrency.futures import DONE, Gather, settle, then
 from rayzero.concurrency.threads import use_torch_threads
 from rayzero.errors import RayZeroError, StallError, StoreClosedError, TransferError
 from rayzero.layout.model_layout import Shard, UnitLayout

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rayzero.codecs import Codec
 from rayzero.codecs.record import kept_bytes, read_record
-from rayzero.concurrency.gather import Gather
+from rayzero.concurrency.futures import Gather
 from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.store.wire.payload import Assembly, byte_view
 

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from rayzero.codecs import RAW, Codec, codec_for
-from rayzero.concurrency.futures import DONE, fail, settle, when_all
-from rayzero.concurrency.gather import Gather
+from rayzero.concurrency.futures import DONE, Gather, fail, settle, when_all
 from rayzero.errors import TransferError
 from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.protocol.messages import COMPUTE, PRODUCT, STORED, Contribution
