@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -92,10 +93,7 @@ class ZeroTrainer:
         self._zero = zero_config or ZeroConfig()
         self._scaling = scaling_config or ScalingConfig()
         self._run = run_config or RunConfig()
-        self._on_report = on_report
-        self._on_start = on_start
         self._on_phase = on_phase
-        self._make_row = make_row
         if self._zero.transport == "inproc":
             raise UnsupportedError(
                 "transport='inproc' only reaches owners in the same process, but a trainer's owners are separate "
@@ -107,11 +105,22 @@ class ZeroTrainer:
                 "optimizer actor's states die with its process, so no spare takes its place; leave it at 0"
             )
         require_loggers(self._run.report_to)
-        self._settings = _shown(train_loop_config, self._zero, self._scaling)
         telemetry = self._run.telemetry
-        self._access = MetricsAccess(self._run.name, telemetry.web_config) if telemetry.enabled else None
+        access = MetricsAccess(self._run.name, telemetry.web_config) if telemetry.enabled else None
         issuer(self._run.name, self._run.security)  # given files that cannot be used are refused before anything starts
-        self._packed_loop = pack_loop(train_loop, train_loop_config)
+        self._request = partial(
+            RunRequest,
+            packed_loop=pack_loop(train_loop, train_loop_config),
+            fewest_optimizers=self._scaling.num_optimizers,
+            zero=self._zero,
+            scaling=self._scaling,
+            run=self._run,
+            access=access,
+            make_row=make_row,
+            settings=_shown(train_loop_config, self._zero, self._scaling),
+            on_report=on_report,
+            on_start=on_start,
+        )
 
     def fit(
         self,
@@ -155,7 +164,13 @@ class ZeroTrainer:
         trim_log(directory.path, directory.rows_until)
         error: RunFailedError | None = None
         refused = False  # nothing was started: an earlier run's record stays
-        request = self._request(directory, record, ray, saves_checkpoints)
+        request = self._request(
+            directory=directory,
+            record=record,
+            ray=ray,
+            saves_checkpoints=saves_checkpoints,
+            on_phase=self._on_phase or PhaseLines(),
+        )
         earlier = directory.read_record_file()
         try:
             with interruptible():
@@ -191,27 +206,6 @@ class ZeroTrainer:
                 write_trace(directory.path / TRACE_FILE, self._run.name, last_steps(traces, steps))
             except ConfigError as error:  # the training itself has succeeded
                 log.warning("%s", error)
-
-    def _request(
-        self, directory: RunDirectory, record: RecordWriter, ray: LocalRay | None, saves_checkpoints: bool
-    ) -> RunRequest:
-        return RunRequest(
-            packed_loop=self._packed_loop,
-            fewest_optimizers=self._scaling.num_optimizers,
-            zero=self._zero,
-            scaling=self._scaling,
-            run=self._run,
-            directory=directory,
-            record=record,
-            ray=ray,
-            access=self._access,
-            make_row=self._make_row,
-            saves_checkpoints=saves_checkpoints,
-            settings=self._settings,
-            on_report=self._on_report,
-            on_phase=self._on_phase or PhaseLines(),
-            on_start=self._on_start,
-        )
 
 
 def _shown(loop_config: Any, zero: ZeroConfig, scaling: ScalingConfig) -> dict[str, Any]:
