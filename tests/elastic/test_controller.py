@@ -9,9 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from rayzero.elastic.controller import Action, Connect, Controller, Lose, Run, Start, Succeed, wait_before_restart
+from rayzero.elastic.controller import Action, Controller, Run, Start, wait_before_restart
 from rayzero.elastic.members import MemberId, MemberKind, Process
-from rayzero.elastic.reform import Abandon, Ask, Join, Kill, Release, Retire, Step
+from rayzero.elastic.reform import Abandon, Call, Join, Kill, Retire, Step
 from rayzero.errors import ConfigError
 from rayzero.layout.rescale import Rescale
 from rayzero.protocol.ownership import Ownership
@@ -37,37 +37,29 @@ def controller(owners: int = 2, max_failures: int = 4, **more: Any) -> Controlle
     return Controller(2, [f"a{index}" for index in range(owners)], max_failures=max_failures, **more)
 
 
-def died(run: Controller, process: Process, **more: Any) -> list[Action]:
-    return run.died(process.member, process.life, **more)
-
-
-def serves(run: Controller, process: Process, address: str = "") -> list[Action]:
-    return run.ready(process.member, process.life, address)
-
-
-def answer(run: Controller, asked: Ask, lead: int = 0) -> list[Action]:
+def answer(run: Controller, asked: Call, lead: int = 0) -> list[Action]:
     """All answer, one after the other; what the last answer leads to."""
     actions: list[Action] = []
     for process in asked.processes:
         assert actions == [], "the others have not answered"
-        says = {SETTLE: SPECS, PREPARE: process.member.index == lead}.get(asked.step)
-        actions = run.answered(process, asked.step, says)
+        says = {SETTLE: SPECS, PREPARE: process.member.index == lead}.get(asked.method)
+        actions = run.answered(process, asked.method, says)
     return actions
 
 
-def reach(run: Controller, actions: list[Action], step: Step, joins: dict[Process, str]) -> Ask:
+def reach(run: Controller, actions: list[Action], step: Step, joins: dict[Process, str]) -> Call:
     """Go on from the first ``actions`` of a change until somebody is asked to ``step``."""
     for process, address in joins.items():
-        actions = serves(run, process, address)
+        actions = run.ready(process, address)
     while True:
         (asked,) = actions
-        assert isinstance(asked, Ask)
-        if asked.step is step:
+        assert isinstance(asked, Call)
+        if asked.method is step:
             return asked
         actions = answer(run, asked)
 
 
-def up_to(step: Step, **more: Any) -> tuple[Controller, Ask]:
+def up_to(step: Step, **more: Any) -> tuple[Controller, Call]:
     """A run of two owners that are to be three, where somebody has just been asked to ``step``."""
     run = controller(**more)
     return run, reach(run, run.scale(UP), step, {owner(2): "b2"})
@@ -78,28 +70,28 @@ def up_to(step: Step, **more: Any) -> tuple[Controller, Ask]:
 
 def test_why_a_death_is_not_outlived() -> None:
     none = controller(max_failures=0)
-    assert died(none, rank(0)) == []
+    assert none.died(rank(0)) == []
     assert (none.over, none.exhausted) == ("nobody takes its place (max_failures=0)", True)
     one = controller(max_failures=1)
-    died(one, rank(0))
+    one.died(rank(0))
     assert one.over is None
-    assert died(one, owner(0)) == []
+    assert one.died(owner(0)) == []
     assert one.over == "it was one failure too many: the run has outlived 1 failure (max_failures=1)"
     bound = controller(bound=frozenset([rank(1).member]))
-    assert died(bound, rank(1)) == []
+    assert bound.died(rank(1)) == []
     assert bound.over == "its part of the optimizer was in its own memory, so nobody can take its place"
     assert (bound.exhausted, bound.outlived) == (False, 1), "the run may start again, which is a failure it outlives"
     again = controller(max_failures=2, outlived=1)
-    assert died(again, rank(0)) != []
-    assert died(again, owner(0)) == []
+    assert again.died(rank(0)) != []
+    assert again.died(owner(0)) == []
     assert again.exhausted, "failures before a restart count"
 
 
 def test_a_rank_whose_loop_has_ended_is_missed_only_for_what_it_owned() -> None:
     alone, also_owner = controller(), controller(bound=frozenset([rank(1).member]))
     for each in (alone, also_owner):
-        each.ended(1, 0)
-        assert died(each, rank(1)) == []
+        each.ended(rank(1))
+        assert each.died(rank(1)) == []
     assert (alone.over, alone.outlived) == (None, 0)
     assert also_owner.over is not None, "others may still fetch what it had"
 
@@ -113,23 +105,23 @@ def test_every_wait_before_a_restart_is_twice_as_long_and_at_most_a_minute() -> 
 
 def test_one_owner_more() -> None:
     run, three = controller(), TWO.then(UP)
-    assert run.scale(UP) == [Join(owner(2).member, 0, three)]
+    assert run.scale(UP) == [Join(owner(2), three)]
     assert run.changes
     assert run.coming == three
-    assert serves(run, owner(2), "b2") == [Ask(HOLD, OWNERS)]
+    assert run.ready(owner(2), "b2") == [Call(OWNERS, HOLD)]
     assert run.answered(owner(0), HOLD, {0: 7}) == []
-    assert run.answered(owner(1), HOLD, {}) == [Ask(SETTLE, OWNERS)]
+    assert run.answered(owner(1), HOLD, {}) == [Call(OWNERS, SETTLE)]
     assert run.answered(owner(1), SETTLE, {}) == []
     new = (*OWNERS, owner(2))
-    assert run.answered(owner(0), SETTLE, SPECS) == [Ask(PREPARE, new, (three, SPECS, ("a0", "a1")))]
+    assert run.answered(owner(0), SETTLE, SPECS) == [Call(new, PREPARE, (three, SPECS, ("a0", "a1")))]
     assert run.answered(owner(2), PREPARE, False) == []
     assert run.answered(owner(0), PREPARE, False) == []
     assert run.ownership == TWO
-    assert run.answered(owner(1), PREPARE, True) == [Ask(LET_STAND, (owner(1),))]
+    assert run.answered(owner(1), PREPARE, True) == [Call((owner(1),), LET_STAND)]
     assert (run.ownership, run.addresses) == (three, ("a0", "a1", "b2"))
-    asked = Ask(ENTER, new, (three, ("a0", "a1", "b2")))
+    asked = Call(new, ENTER, (three, ("a0", "a1", "b2")))
     assert run.answered(owner(1), LET_STAND) == [asked]
-    assert answer(run, asked) == [Ask(CHANGE, RANKS, (("a0", "a1", "b2"), three))]
+    assert answer(run, asked) == [Call(RANKS, CHANGE, (("a0", "a1", "b2"), three))]
     assert run.answered(rank(1), CHANGE) == []
     assert run.answered(rank(0), CHANGE) == [Retire(())]
     assert not run.changes
@@ -139,45 +131,45 @@ def test_one_owner_more() -> None:
 def test_another_process_in_an_owners_place() -> None:
     run, then = controller(), TWO.then(ANOTHER)
     new, addresses = (owner(0, 1), owner(1)), ("b0", "a1")
-    assert run.scale(ANOTHER) == [Join(owner(0).member, 1, then)]
-    assert serves(run, owner(0, 1), "b0") == [Ask(HOLD, OWNERS)]
-    assert answer(run, Ask(HOLD, OWNERS)) == [Ask(SETTLE, OWNERS)]
-    assert answer(run, Ask(SETTLE, OWNERS)) == [Ask(PREPARE, new, (then, SPECS, ("a0", "a1")))]
-    assert answer(run, Ask(PREPARE, new)) == [Ask(LET_STAND, (owner(0, 1),))]
-    assert run.answered(owner(0, 1), LET_STAND) == [Ask(ENTER, (*OWNERS, owner(0, 1)), (then, addresses))]
-    assert answer(run, Ask(ENTER, (*OWNERS, owner(0, 1)))) == [Ask(CHANGE, RANKS, (addresses, then))]
-    assert answer(run, Ask(CHANGE, RANKS)) == [Retire((owner(0),))]
-    assert died(run, owner(0)) == [], "it was told to end"
-    assert died(run, owner(0, 1)) == [Start(owner(0).member, 2)]
+    assert run.scale(ANOTHER) == [Join(owner(0, 1), then)]
+    assert run.ready(owner(0, 1), "b0") == [Call(OWNERS, HOLD)]
+    assert answer(run, Call(OWNERS, HOLD)) == [Call(OWNERS, SETTLE)]
+    assert answer(run, Call(OWNERS, SETTLE)) == [Call(new, PREPARE, (then, SPECS, ("a0", "a1")))]
+    assert answer(run, Call(new, PREPARE)) == [Call((owner(0, 1),), LET_STAND)]
+    assert run.answered(owner(0, 1), LET_STAND) == [Call((*OWNERS, owner(0, 1)), ENTER, (then, addresses))]
+    assert answer(run, Call((*OWNERS, owner(0, 1)), ENTER)) == [Call(RANKS, CHANGE, (addresses, then))]
+    assert answer(run, Call(RANKS, CHANGE)) == [Retire((owner(0),))]
+    assert run.died(owner(0)) == [], "it was told to end"
+    assert run.died(owner(0, 1)) == [Start(owner(0, 2))]
 
 
 def test_owners_beside_ranks_take_every_step_of_a_change_but_ranks_do_and_keep_their_places_at_the_end() -> None:
     beside = tuple(Process(MemberId(MemberKind.BESIDE, index), 0) for index in range(2))
     run = Controller(2, ("a0", "a1", "b0", "b1"), max_failures=4, beside=2)
     assert run.ownership == TWO
-    assert [action.member for action in run.scale(UP) if isinstance(action, Join)] == [owner(2).member]
-    asked, steps = serves(run, owner(2), "a2"), list[Step]()
+    assert run.scale(UP) == [Join(owner(2), TWO.then(UP))]
+    asked, steps = run.ready(owner(2), "a2"), list[Step]()
     while steps[-1:] != [CHANGE]:
         (ask,) = asked
-        assert isinstance(ask, Ask)
-        steps.append(ask.step)
-        took_part = () if ask.step in (LET_STAND, CHANGE) else beside
+        assert isinstance(ask, Call)
+        steps.append(ask.method)
+        took_part = () if ask.method in (LET_STAND, CHANGE) else beside
         assert ask.processes[len(ask.processes) - len(took_part) :] == took_part
         asked = answer(run, ask)
     assert steps == [HOLD, SETTLE, PREPARE, LET_STAND, ENTER, CHANGE]
     assert run.addresses == ("a0", "a1", "a2", "b0", "b1")
-    (lose, _) = died(run, rank(0))
-    assert isinstance(lose, Lose)
-    assert set(lose.owners) == {*(owner(index).member for index in range(3)), *(each.member for each in beside)}
+    (lose, _) = run.died(rank(0))
+    assert isinstance(lose, Call)
+    assert (set(lose.processes), lose.method) == ({*map(owner, range(3)), *beside}, "lose")
 
 
 def test_a_run_without_models_or_without_ranks_changes_too() -> None:
     run = controller()
     for index in range(2):
-        run.ended(index, 0)
+        run.ended(rank(index))
     asked = reach(run, run.scale(UP), PREPARE, {owner(2): "b2"})
     (entering,) = answer(run, asked, lead=-1)
-    assert entering == Ask(ENTER, (*OWNERS, owner(2)), (TWO.then(UP), ("a0", "a1", "b2")))
+    assert entering == Call((*OWNERS, owner(2)), ENTER, (TWO.then(UP), ("a0", "a1", "b2")))
     assert answer(run, entering) == [Retire(())]
 
 
@@ -191,16 +183,16 @@ def test_no_process_takes_another_owners_number() -> None:
 
 def test_a_change_waits_until_every_member_does_its_work() -> None:
     run = controller()
-    died(run, rank(0))
+    run.died(rank(0))
     assert run.scale(UP) == []
     assert run.changes
-    assert serves(run, rank(0, 1)) == [Run(0, 1, ("a0", "a1")), Join(owner(2).member, 0, TWO.then(UP))]
+    assert run.ready(rank(0, 1)) == [Run(rank(0, 1), ("a0", "a1")), Join(owner(2), TWO.then(UP))]
     again = controller()
-    died(again, owner(1))
+    again.died(owner(1))
     assert again.scale(UP) == []
-    serves(again, owner(1, 1), "c1")
-    told = Succeed(1, "c1", (*(process.member for process in RANKS), owner(0).member))
-    assert again.connected(1, 1) == [told, Join(owner(2).member, 0, TWO.then(UP))]
+    again.ready(owner(1, 1), "c1")
+    told = Call((*RANKS, owner(0)), "succeed", (1, "c1"))
+    assert again.connected(owner(1, 1)) == [told, Join(owner(2), TWO.then(UP))]
 
 
 def test_a_change_that_changes_nothing_is_over_at_once() -> None:
@@ -216,20 +208,21 @@ def test_a_change_that_changes_nothing_is_over_at_once() -> None:
 def test_an_owner_that_dies_before_is_replaced_and_the_change_is_tried_again(step: Step) -> None:
     run, _ = up_to(step)
     abandoned = Abandon((owner(0),), (owner(2),), "optimizer 1 has died")
-    assert died(run, owner(1)) == [abandoned, Start(owner(1).member, 1)]
+    assert run.died(owner(1)) == [abandoned, Start(owner(1, 1))]
     assert (run.ownership, run.outlived) == (TWO, 1)
-    serves(run, owner(1, 1), "c1")
-    assert [type(action) for action in run.connected(1, 1)] == [Succeed], "owner 0 still does what it was asked"
-    again = Join(owner(2).member, 1, TWO.then(UP))
-    assert run.answered(owner(0), step) == [Release(owner(0)), again]
-    assert serves(run, owner(2, 1), "c2") == [Ask(HOLD, (owner(0), owner(1, 1)))]
+    run.ready(owner(1, 1), "c1")
+    (told,) = run.connected(owner(1, 1))
+    assert told == Call((*RANKS, owner(0)), "succeed", (1, "c1")), "owner 0 still does what it was asked"
+    again = Join(owner(2, 1), TWO.then(UP))
+    assert run.answered(owner(0), step) == [Call((owner(0),), "abandon"), again]
+    assert run.ready(owner(2, 1), "c2") == [Call((owner(0), owner(1, 1)), HOLD)]
 
 
 def test_a_rank_that_dies_before_begins_at_once_and_goes_over_with_the_others() -> None:
     """The lead may wait for it: one that has taken over hears every rank before it goes on."""
     run, asked = up_to(HOLD)
-    assert died(run, rank(1)) == [Lose(1, 1, (owner(0).member, owner(1).member)), Start(rank(1).member, 1)]
-    assert serves(run, rank(1, 1)) == [Run(1, 1, ("a0", "a1"))]
+    assert run.died(rank(1)) == [Call(OWNERS, "lose", (1, 1)), Start(rank(1, 1))]
+    assert run.ready(rank(1, 1)) == [Run(rank(1, 1), ("a0", "a1"))]
     asked = reach(run, [asked], CHANGE, {})
     assert asked.processes == (rank(0), rank(1, 1))
 
@@ -239,7 +232,7 @@ def test_what_is_refused_before_is_given_up_for_good() -> None:
     abandoned = Abandon(OWNERS, (owner(2),), "optimizer 1: no memory")
     assert run.refused(owner(1), PREPARE, "no memory") == [abandoned]
     assert not run.changes
-    assert run.answered(owner(0), PREPARE, True) == [Release(owner(0))]
+    assert run.answered(owner(0), PREPARE, True) == [Call((owner(0),), "abandon")]
     assert run.answered(owner(0), PREPARE, True) == []
     assert (run.ownership, run.outlived, run.over) == (TWO, 0, None)
     nowhere = controller()
@@ -253,16 +246,16 @@ def test_what_is_refused_before_is_given_up_for_good() -> None:
 def test_a_run_that_outlives_no_more_failures_goes_on_without_a_process_that_was_to_join() -> None:
     run, _ = up_to(HOLD, max_failures=0)
     why = "optimizer 2 has died: nobody takes its place (max_failures=0)"
-    assert died(run, owner(2)) == [Abandon(OWNERS, (owner(2),), why)]
+    assert run.died(owner(2)) == [Abandon(OWNERS, (owner(2),), why)]
     assert not run.changes
     assert (run.over, run.exhausted) == (None, False)
 
 
 def test_a_death_with_a_cause_that_was_counted_is_not_counted() -> None:
     run, _ = up_to(LET_STAND, max_failures=0)
-    assert died(run, owner(2), counted=True) == []
+    assert run.died(owner(2), counted=True) == []
     before, _ = up_to(HOLD, max_failures=0)
-    died(before, owner(2), counted=True)
+    before.died(owner(2), counted=True)
     assert (run.over, run.outlived, before.changes) == (None, 0, True)
 
 
@@ -272,14 +265,14 @@ def test_a_death_with_a_cause_that_was_counted_is_not_counted() -> None:
 def test_the_lead_dies_while_it_lets_the_next_epoch_stand() -> None:
     """Nobody knows whether it has: the next epoch is right in both cases."""
     run, _ = up_to(LET_STAND)
-    asked = Ask(ENTER, (owner(1), owner(2)), (TWO.then(UP), ("a0", "a1", "b2")))
-    assert died(run, owner(0)) == [asked]
+    asked = Call((owner(1), owner(2)), ENTER, (TWO.then(UP), ("a0", "a1", "b2")))
+    assert run.died(owner(0)) == [asked]
     assert run.outlived == 1
-    assert answer(run, asked) == [Start(owner(0).member, 1)]
-    assert serves(run, owner(0, 1), "c0") == [Connect(0, 1, ("c0", "a1", "b2"))]
-    told = Succeed(0, "c0", (owner(1).member, owner(2).member))
-    assert run.connected(0, 1) == [told, Ask(CHANGE, RANKS, (("c0", "a1", "b2"), TWO.then(UP)))]
-    assert answer(run, Ask(CHANGE, RANKS)) == [Retire(())]
+    assert answer(run, asked) == [Start(owner(0, 1))]
+    assert run.ready(owner(0, 1), "c0") == [Call((owner(0, 1),), "connect_peers", (("c0", "a1", "b2"),))]
+    told = Call((owner(1), owner(2)), "succeed", (0, "c0"))
+    assert run.connected(owner(0, 1)) == [told, Call(RANKS, CHANGE, (("c0", "a1", "b2"), TWO.then(UP)))]
+    assert answer(run, Call(RANKS, CHANGE)) == [Retire(())]
 
 
 @pytest.mark.parametrize("dies", [owner(1), owner(2)], ids=["stays", "joins"])
@@ -288,23 +281,23 @@ def test_an_owner_that_dies_is_replaced_once_the_others_have_entered_and_before_
     step: Step, dies: Process
 ) -> None:
     run, asked = up_to(step)
-    assert died(run, dies) == []
+    assert run.died(dies) == []
     asked = reach(run, [asked], ENTER, {})
     living = [process for process in (*OWNERS, owner(2)) if process != dies]
     assert run.answered(living[0], ENTER) == []
-    assert run.answered(living[1], ENTER) == [Start(dies.member, 1)]
+    assert run.answered(living[1], ENTER) == [Start(Process(dies.member, 1))]
     index = dies.member.index
     addresses = tuple("c" if i == index else address for i, address in enumerate(("a0", "a1", "b2")))
-    assert serves(run, Process(dies.member, 1), "c") == [Connect(index, 1, addresses)]
-    told = Succeed(index, "c", tuple(process.member for process in living))
-    assert run.connected(index, 1) == [told, Ask(CHANGE, RANKS, (addresses, TWO.then(UP)))]
+    assert run.ready(Process(dies.member, 1), "c") == [Call((owner(index, 1),), "connect_peers", (addresses,))]
+    told = Call(tuple(living), "succeed", (index, "c"))
+    assert run.connected(owner(index, 1)) == [told, Call(RANKS, CHANGE, (addresses, TWO.then(UP)))]
 
 
 def test_a_rank_whose_loop_ends_in_the_change_is_not_waited_for() -> None:
     run, asked = up_to(ENTER, bound=frozenset([rank(0).member]))
-    assert run.ended(0, 0) == []
-    assert answer(run, asked) == [Ask(CHANGE, (rank(1),), (("a0", "a1", "b2"), TWO.then(UP)))]
-    assert run.ended(1, 0) == [Retire(())]
+    assert run.ended(rank(0)) == []
+    assert answer(run, asked) == [Call((rank(1),), CHANGE, (("a0", "a1", "b2"), TWO.then(UP)))]
+    assert run.ended(rank(1)) == [Retire(())]
     assert (run.over, run.outlived) == (None, 0)
 
 
@@ -340,34 +333,35 @@ class AnyOrder(RuleBasedStateMachine):
     def perform(self, actions: list[Action]) -> None:
         for action in actions:
             match action:
-                case Start(member, life):
-                    assert member not in {process.member for process in self.alive - self.leaving}
-                    self.starting.add(Process(member, life))
-                case Join(member, life, ownership):
-                    process = Process(member, life)
+                case Start(process):
+                    assert process.member not in {other.member for other in self.alive - self.leaving}
+                    self.starting.add(process)
+                case Join(process, ownership):
                     assert ownership == self.run.coming
                     assert process not in self.alive | self.starting | self.leaving
                     self.begin_attempt()
                     self.starting.add(process)
                     self.joining.add(process)
-                case Run(index, life, addresses):
+                case Run(process, addresses):
                     self.check_run(addresses)
-                    self.knows[rank(index, life)] = (dict(enumerate(addresses)), self.run.ownership)
-                case Lose(index, life, owners):
+                    self.knows[process] = (dict(enumerate(addresses)), self.run.ownership)
+                case Call(owners, "lose", (index, life)):
                     assert rank(index, life - 1) not in self.alive
                     serving = self.alive - self.connecting - self.present_ranks()
-                    assert set(owners) == {process.member for process in serving if self.has_place(process)}
-                case Connect(index, life, addresses):
-                    self.connecting.add(owner(index, life))
-                    self.knows[owner(index, life)] = (dict(enumerate(addresses)), self.run.ownership)
-                case Succeed(index, address, others):
-                    for member in others:
-                        process = self.present(member)
+                    assert set(owners) == {process for process in serving if self.has_place(process)}
+                case Call((process,), "connect_peers", (addresses,)):
+                    self.connecting.add(process)
+                    self.knows[process] = (dict(enumerate(addresses)), self.run.ownership)
+                case Call(others, "succeed", (index, address)):
+                    for process in others:
                         assert process in self.alive
+                        assert self.present(process.member) == process
                         self.knows[process][0][index] = address
                         if process in self.after:  # it waits for that successor
                             self.after[process][0][index] = address
-                case Ask(step, processes, arguments):
+                case Call((process,), "abandon"):
+                    assert process in self.alive
+                case Call(processes, Step() as step, arguments):
                     self.ask(step, processes, arguments)
                 case Abandon(owners, joined, why):
                     assert set(owners) <= self.alive
@@ -378,8 +372,6 @@ class AnyOrder(RuleBasedStateMachine):
                         self.starting.discard(process)
                         self.joining.discard(process)
                         self.leaving |= {process} & self.alive
-                case Release(process):
-                    assert process in self.alive
                 case Kill(process):
                     self.die(process)
                 case Retire(processes):
@@ -443,7 +435,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.after.pop(process, None)
         if joins and self.run.outlived == FAILURES:
             self.given_up()
-        self.perform(self.run.died(process.member, process.life))
+        self.perform(self.run.died(process))
 
     def given_up(self) -> None:
         """The change under way is given up, but not what was asked for since it began."""
@@ -474,14 +466,14 @@ class AnyOrder(RuleBasedStateMachine):
         self.starting.discard(process)
         self.alive.add(process)
         self.addresses[process] = f"{process} {process.life}"
-        self.perform(self.run.ready(process.member, process.life, self.addresses[process]))
+        self.perform(self.run.ready(process, self.addresses[process]))
 
     @precondition(lambda self: self.run.over is None and self.connecting)
     @rule(data=st.data())
     def a_successor_is_connected(self, data: st.DataObject) -> None:
         process = data.draw(st.sampled_from(sorted(self.connecting)))
         self.connecting.discard(process)
-        self.perform(self.run.connected(process.member.index, process.life))
+        self.perform(self.run.connected(process))
 
     @precondition(lambda self: self.run.over is None and self.asked)
     @rule(data=st.data())
@@ -519,7 +511,7 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(process=st.sampled_from([rank(0), rank(1), *map(owner, range(4))]), step=st.sampled_from(list(Step)))
     def news_of_others_changes_nothing(self, process: Process, step: Step) -> None:
         if self.run.over is None and process not in self.alive | self.starting | self.leaving:
-            assert died(self.run, process) == serves(self.run, process, "old") == []
+            assert self.run.died(process) == self.run.ready(process, "old") == []
             assert self.run.answered(process, step) == self.run.refused(process, step, "old") == []
 
     # ---- what holds
