@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import rayzero.engine as engine
+from rayzero.cluster.driver import ZeroTrainer
 from rayzero.cluster.files.run_record import read_record
 from rayzero.cluster.run import Report
-from rayzero.cluster.trainer import ZeroTrainer
 from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
 from rayzero.engine.context import report
 from rayzero.engine.prepare import plan_units

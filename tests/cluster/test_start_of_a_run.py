@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import ray
 
-from rayzero.cluster import trainer as trainer_module
+from rayzero.cluster import driver as driver_module
+from rayzero.cluster.driver import PhaseLines, ZeroTrainer
 from rayzero.cluster.files.run_record import RECORD, read_record, run_status
 from rayzero.cluster.files.tracing import trace_run
 from rayzero.cluster.journal import Journal, RunRequest
 from rayzero.cluster.processes.rank_worker import PackedLoop, pack_loop, unpack_loop
-from rayzero.cluster.trainer import PhaseLines, ZeroTrainer
 from rayzero.config import RunConfig, ZeroConfig
 from rayzero.errors import CheckpointError, ConfigError, RunFailedError, UnsupportedError
 
@@ -30,7 +30,7 @@ def fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Drive], No
     """``fit(drive)``: a run in ``tmp_path/r`` whose driver does what the test says."""
 
     def run(drive: Drive) -> None:
-        monkeypatch.setattr(trainer_module, "drive", drive)
+        monkeypatch.setattr(driver_module, "drive", drive)
         ZeroTrainer(lambda: None, run_config=RunConfig(name="r", storage_path=str(tmp_path))).fit()
 
     return run
@@ -86,7 +86,7 @@ def test_a_run_that_is_refused_leaves_the_record_that_was_there(fit, tmp_path: P
 
 def test_phases_are_lines_on_stderr_with_the_seconds_since_the_start(fit, capsys, monkeypatch) -> None:
     now = iter((100.0, 100.0, 112.34))
-    monkeypatch.setattr("rayzero.cluster.trainer.monotonic", lambda: next(now))
+    monkeypatch.setattr("rayzero.cluster.driver.monotonic", lambda: next(now))
     phases = PhaseLines()
     phases("starting Ray on this machine")
     phases("starting 2 ranks")

@@ -20,11 +20,11 @@ from telemetry.web_configs import HASH, TestAuthority, written
 from typer.testing import CliRunner
 
 from rayzero.cli import app
+from rayzero.cluster.driver import Result, ZeroTrainer
 from rayzero.cluster.files.key_files import VIEWER_FILE, read_viewer
 from rayzero.cluster.files.run_record import run_status
 from rayzero.cluster.files.tracing import trace_run
 from rayzero.cluster.run import Report
-from rayzero.cluster.trainer import Result, ZeroTrainer
 from rayzero.config import RunConfig, ScalingConfig, TelemetryConfig, ZeroConfig
 from rayzero.engine.context import get_context, report
 from rayzero.errors import ConfigError

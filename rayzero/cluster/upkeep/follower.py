@@ -27,10 +27,7 @@ from rayzero.cluster.upkeep.renewal import Renewal
 from rayzero.cluster.upkeep.replacement import Replacement
 from rayzero.cluster.upkeep.rescaling import Rescaling
 from rayzero.elastic.autoscaler import Bounds, History, StepWindow, given_up, look
-from rayzero.elastic.controller import (
-    Controller,
-    still_outlived,
-)
+from rayzero.elastic.controller import Controller, still_outlived
 from rayzero.elastic.members import MemberId, MemberKind
 from rayzero.elastic.requests import ScaleRequest, take
 from rayzero.elastic.supervisor import Ended
