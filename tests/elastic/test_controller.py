@@ -100,6 +100,16 @@ def test_every_wait_before_a_restart_is_twice_as_long_and_at_most_a_minute() -> 
     assert [wait_before_restart(restarts) for restarts in range(1, 9)] == [1, 2, 4, 8, 16, 32, 60, 60]
 
 
+def test_two_successors_learn_of_each_other() -> None:
+    run = controller()
+    run.died(owner(0))
+    run.died(owner(1))
+    assert run.ready(owner(0, 1), "b0") == [Call((owner(0, 1),), "connect_peers", (("b0", "a1"),))]
+    assert run.ready(owner(1, 1), "b1") == [Call((owner(1, 1),), "connect_peers", (("b0", "b1"),))]
+    assert run.connected(owner(1, 1)) == [Call((*RANKS, owner(0, 1)), "succeed", (1, "b1"))]
+    assert run.connected(owner(0, 1)) == [Call((*RANKS, owner(1, 1)), "succeed", (0, "b0"))]
+
+
 # ---- a change, and nobody dies
 
 
@@ -199,6 +209,16 @@ def test_a_change_that_changes_nothing_is_over_at_once() -> None:
     run = controller()
     assert run.scale(Rescale.to(2, 2)) == []
     assert not run.changes
+
+
+def test_the_change_that_waits_takes_the_place_of_one_that_is_abandoned() -> None:
+    run, _ = up_to(HOLD)
+    run.scale(Rescale.to(4, 3))
+    run.died(owner(2))
+    assert run.answered(owner(0), HOLD) == [Call((owner(0),), "abandon")]
+    (_, *joins) = run.answered(owner(1), HOLD)
+    assert joins == [Join(owner(2, 1), run.coming), Join(owner(3), run.coming)]
+    assert run.coming.changes == (Rescale((0, 1, None, None)),)
 
 
 # ---- deaths before the point of no return
