@@ -10,8 +10,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rayzero.cluster.driver import Result, ZeroTrainer
     from rayzero.cluster.follow_call import follow
-    from rayzero.cluster.trainer import Result, ZeroTrainer
     from rayzero.cluster.upkeep.rescaling import scale
     from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
     from rayzero.convert.remote_checkpoints import newest_checkpoint
@@ -67,14 +67,14 @@ _HOMES = {
     "OffloadManager": "rayzero.engine.manager",
     "RankContext": "rayzero.engine.context",
     "RayZeroError": "rayzero.errors",
-    "Result": "rayzero.cluster.trainer",
+    "Result": "rayzero.cluster.driver",
     "RunConfig": "rayzero.config",
     "ScalingConfig": "rayzero.config",
     "Stats": "rayzero.telemetry.stats",
     "Weights": "rayzero.convert.weights",
     "ZeroConfig": "rayzero.config",
     "ZeroOptimizer": "rayzero.engine.optimizer.zero_optimizer",
-    "ZeroTrainer": "rayzero.cluster.trainer",
+    "ZeroTrainer": "rayzero.cluster.driver",
     "count_tokens": "rayzero.engine.stats",
     "empty_parameters": "rayzero.engine.start.unit_init",
     "follow": "rayzero.cluster.follow_call",

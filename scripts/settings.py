@@ -16,7 +16,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from rayzero.config import ConfigModel, RunConfig, ScalingConfig, ZeroConfig
-from rayzero.config.help_text import Takes
+from rayzero.config.text import Takes
 from rayzero.config.zero import SHORT_NAMES
 
 STUB = Path(__file__).parents[1] / "rayzero" / "config" / "arguments.pyi"

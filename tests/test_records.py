@@ -16,8 +16,8 @@ import torch
 
 from rayzero.checkpoint.manifest import Manifest
 from rayzero.cluster.continuation import States
+from rayzero.cluster.files.key_files import VIEWER_FILE, read_viewer
 from rayzero.cluster.files.run_record import RECORD, RunRecord, read_record
-from rayzero.cluster.files.viewer_file import VIEWER_FILE, read_viewer
 from rayzero.cluster.loggers.feed import FeedState
 from rayzero.cluster.run import Member, Recovery, Rescaled
 from rayzero.elastic.requests import ScaleRequest, take

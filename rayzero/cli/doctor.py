@@ -318,7 +318,7 @@ def step_over_grpc() -> Finding:
 
 def step_on_ray() -> Finding:
     """A real training step on Ray, with a rank worker, an optimizer actor and a coordinator, in a temporary folder."""
-    from rayzero.cluster.trainer import ZeroTrainer
+    from rayzero.cluster.driver import ZeroTrainer
     from rayzero.config import RunConfig, ScalingConfig
 
     with tempfile.TemporaryDirectory() as folder:

@@ -11,16 +11,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rayzero.cli.runs import RunName, change_lines, find_run, recovery_lines
-from rayzero.cli.status import describe_run, format_status, planned_steps
+from rayzero.cli.status import (
+    RunName,
+    change_lines,
+    describe_run,
+    find_run,
+    format_status,
+    planned_steps,
+    recovery_lines,
+)
 from rayzero.cluster.interrupts import postponed
 from rayzero.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-    from rayzero.telemetry.discovery import Target
-    from rayzero.telemetry.scrape import Scrape, Viewer
+    from rayzero.telemetry.scrape import Scrape, Target, Viewer
 
 _WINDOW_S = 10.0  # a picture covers so long, and at least one step
 _ANSWER_S = 2.0  # an exporter that has not answered by then is shown as silent
@@ -94,8 +100,8 @@ def _screen(console: Console) -> Iterator[Show]:
 def _watch(path: Path, interval: float, show: Show, *, once: bool) -> bool:
     """Scrape and show until the run has ended (True) or, with ``once``, until one picture was shown (False)."""
     from rayzero.cli.top_view import render
+    from rayzero.cluster.files.key_files import read_viewer
     from rayzero.cluster.files.run_record import run_status
-    from rayzero.cluster.files.viewer_file import read_viewer
     from rayzero.cluster.run import RunState
     from rayzero.telemetry.picture import draw_from, keep
     from rayzero.telemetry.scrape import scrape
@@ -124,8 +130,7 @@ def _watch(path: Path, interval: float, show: Show, *, once: bool) -> bool:
 
 def _targets(record: dict[str, Any], viewer: Viewer) -> tuple[Target, ...]:
     """The run's processes as its coordinator lists them now; if it does not answer, as they were at the start."""
-    from rayzero.telemetry.discovery import Target
-    from rayzero.telemetry.scrape import discover
+    from rayzero.telemetry.scrape import Target, discover
 
     told = record["telemetry"]
     if told is None:

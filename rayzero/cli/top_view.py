@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rayzero.cli.runs import plain
+from rayzero.cli.status import plain
 from rayzero.quantities import count, format_bytes
 from rayzero.telemetry.picture import CAUSES, PHASES, RESULTS, Bar, Picture, RankRow
 

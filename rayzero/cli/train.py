@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rayzero.cli.runs import newest_run, plain
+from rayzero.cli.status import newest_run, plain
 from rayzero.concurrency.own_process import uncollected
 from rayzero.errors import ConfigError, RunFailedError
 from rayzero.quantities import count, format_bytes

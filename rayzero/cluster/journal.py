@@ -18,21 +18,20 @@ from rayzero.cluster.files.run_dir import RunDirectory
 from rayzero.cluster.files.run_record import (
     DriverProcess,
     ExporterAddress,
-    LoggerState,
     RunRecord,
     TelemetryAddresses,
 )
-from rayzero.cluster.live.page import PAGE_PATH
-from rayzero.cluster.loggers.children import Loggers
+from rayzero.cluster.loggers.feed import Loggers
 from rayzero.cluster.nodes.local_ray import LocalRay
+from rayzero.cluster.processes.live_page import PAGE_PATH
 from rayzero.cluster.processes.rank_worker import PackedLoop
 from rayzero.cluster.run import DISCOVERY_PATH, Member, Recovery, Report, Rescaled, RunState
 from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
 from rayzero.errors import RunFailedError
 from rayzero.security.metrics_access import MetricsAccess
 from rayzero.store.shm.same_host import why_no_sharing
-from rayzero.telemetry.discovery import Target
 from rayzero.telemetry.recorder import Measurements
+from rayzero.telemetry.scrape import Target
 
 OnReport = Callable[[Report], None]
 OnPhase = Callable[[str], None]  # called with a short description of each phase as it begins
@@ -126,7 +125,7 @@ class RecordWriter:
             rescaling=journal.rescaling,
             rescales=journal.rescales,
             telemetry=self._telemetry() if is_up else None,
-            loggers=[] if journal.loggers is None else [LoggerState(**one) for one in journal.loggers.described()],
+            loggers=[] if journal.loggers is None else journal.loggers.states,
             metrics={str(rank): dict(report.metrics) for rank, report in sorted(journal.latest.items())},
             checkpoint=None if latest is None else str(latest),
             checkpoints_elsewhere=[str(path) for path in directory.checkpoints.elsewhere],

@@ -101,6 +101,19 @@ class Rescaled:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoggerState:
+    """How far a logger is in this start of the run."""
+
+    logger: str
+    where: str | None = None  # a folder, a file or a URL; None: it is not open
+    sent: int = 0  # rows
+    lost: int = 0  # rows that it refused while it took others
+    step: int = -1  # of the last row
+    error: str | None = None  # the last one
+    complete: bool = False  # it has ended, and has every row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """One call of ``rayzero.report``."""
 

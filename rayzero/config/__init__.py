@@ -23,9 +23,15 @@ from rayzero.config.base import (
     Size,
 )
 from rayzero.config.choices import AutoMemoryStrategy, CheckpointErrors, CpuCompressionMethod
-from rayzero.config.help_text import commented_settings, describe_settings
 from rayzero.config.run import RunConfig, ScalingConfig, SecurityConfig, TelemetryConfig
-from rayzero.config.yaml_text import apply_overrides, load_yaml, read_yaml, set_value
+from rayzero.config.text import (
+    apply_overrides,
+    commented_settings,
+    describe_settings,
+    load_yaml,
+    read_yaml,
+    set_value,
+)
 from rayzero.config.zero import ZeroConfig
 from rayzero.quantities import parse_bytes
 

@@ -20,8 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from rayzero.config.help_text import Settings, Takes, Unit, describe_fields
-from rayzero.config.yaml_text import dump_yaml, load_yaml
+from rayzero.config.text import Settings, Takes, Unit, describe_fields, dump_yaml, load_yaml
 from rayzero.errors import ConfigError
 from rayzero.quantities import BYTE_TEXT, parse_bytes
 from rayzero.records import fault_of

@@ -27,9 +27,8 @@ from rayzero.config.base import (
     Text,
     WholeSeconds,
 )
-from rayzero.config.choices import CheckpointErrors
-from rayzero.config.help_text import Takes
-from rayzero.config.loggers import LoggerName, named_loggers
+from rayzero.config.choices import CheckpointErrors, LoggerName, named_loggers
+from rayzero.config.text import Takes
 
 Port = Annotated[int, Strict(), Field(ge=0, le=65535)]
 

@@ -14,13 +14,13 @@ epoch. One that dies before all owners have entered it is replaced when they hav
 serves, since they shake hands with all of them. A rank's loop is not begun between that point and the end.
 
 [Note: late answers] An attempt that is abandoned leaves questions open, and an owner may carry out ``Abandon`` before
-what it was asked earlier. So a member that answers late is told again (``Release``), and no other attempt begins
+what it was asked earlier. So a member that answers late is told again, and no other attempt begins
 before all have answered or died: an answer always belongs to the only attempt that there is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -35,49 +35,20 @@ from rayzero.quantities import count
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Start a process as ``member``. Then call ``Controller.ready`` or ``Controller.died``."""
+    """Start a process in its member's place. Then call ``Controller.ready`` or ``Controller.died``."""
 
-    member: MemberId
-    life: int
-
-
-@dataclass(frozen=True, slots=True)
-class Lose:
-    """Tell ``owners`` that ``rank`` has died and comes back in ``life``."""
-
-    rank: int
-    life: int
-    owners: tuple[MemberId, ...]  # that run
-
-
-@dataclass(frozen=True, slots=True)
-class Connect:
-    """Tell an owner that serves where all owners are. Then call ``Controller.connected``."""
-
-    owner: int
-    life: int
-    addresses: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Succeed:
-    """Tell ``others`` that the successor of ``owner`` is at ``address``."""
-
-    owner: int
-    address: str
-    others: tuple[MemberId, ...]  # that run, or have been told an older table
+    process: Process
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
     """Begin the loop of a rank that is ready."""
 
-    rank: int
-    life: int
+    rank: Process
     addresses: tuple[str, ...]  # of the owners
 
 
-Action = Start | Lose | Connect | Succeed | Run | reform.Action
+Action = Start | Run | reform.Action
 
 
 class _State(Enum):
@@ -165,15 +136,15 @@ class Controller:
 
     # ---- deaths
 
-    def died(self, member: MemberId, life: int, *, counted: bool = False) -> list[Action]:
+    def died(self, process: Process, *, counted: bool = False) -> list[Action]:
         """The process of a member has died, at any time. If the run does not outlive that, ``over`` says why.
 
         counted: what killed it has been counted as a failure with another member's death."""
-        process, change = Process(member, life), self._reform
+        member, change = process.member, self._reform
         if change is not None and not change.stands and process in change.joining:
             return [*self._give_up_joining(process, counted=counted), *self._go_on()]
-        place = self._places.get(member)
-        if place is None or life != place.life:  # old news, or an owner that has no shards any more
+        place = self._place_of(process)
+        if place is None:  # old news, or an owner that has no shards any more
             return [*self._expect_nothing(process), *self._go_on()]
         is_done = place.state is _State.ENDED and member not in self._bound  # else others may still need what it had
         if is_done or place.state is _State.DEAD or self.over is not None:
@@ -212,55 +183,54 @@ class Controller:
             if place.state is _State.DEAD:
                 place.state = _State.STARTING
                 if member.kind is MemberKind.RANK:
-                    owners = tuple(other for other in self.running if other.kind is not MemberKind.RANK)
-                    actions.append(Lose(member.index, place.life, owners))
-                actions.append(Start(member, place.life))
+                    owners = self._present(other for other in self.running if other.kind is not MemberKind.RANK)
+                    actions.append(reform.Call(owners, "lose", (member.index, place.life)))
+                actions.append(Start(Process(member, place.life)))
         return actions
 
     # ---- new processes
 
-    def ready(self, member: MemberId, life: int, address: str = "") -> list[Action]:
+    def ready(self, process: Process, address: str = "") -> list[Action]:
         """A new process answers. ``address``: where an owner serves."""
-        process = Process(member, life)
         if self._reform is not None and process in self._reform.joining and not self._reform.stands:
             return [*self._reform.serves(process, address)]
-        place = self._places.get(member)
-        if place is None or life != place.life or place.state is not _State.STARTING:
+        place, owner = self._place_of(process), process.member.index
+        if place is None or place.state is not _State.STARTING:
             return []
-        if member.kind is MemberKind.RANK:
+        if process.member.kind is MemberKind.RANK:
             place.state = _State.READY
             return self._go_on()
         place.state = _State.CONNECTING
-        self.addresses = (*self.addresses[: member.index], address, *self.addresses[member.index + 1 :])
-        return [Connect(member.index, life, self.addresses)]
+        self.addresses = (*self.addresses[:owner], address, *self.addresses[owner + 1 :])
+        return [reform.Call((process,), "connect_peers", (self.addresses,))]
 
-    def connected(self, owner: int, life: int) -> list[Action]:
+    def connected(self, process: Process) -> list[Action]:
         """An owner's successor knows all owners."""
-        place = self._places.get(MemberId(MemberKind.OWNER, owner))
-        if place is None or life != place.life or place.state is not _State.CONNECTING:
+        place, owner = self._place_of(process), process.member.index
+        if place is None or place.state is not _State.CONNECTING:
             return []
         knows = _State.CONNECTING, _State.RUNNING
-        others = tuple(m for m, other in self._places.items() if other.state in knows and other is not place)
+        others = [m for m, other in self._places.items() if other.state in knows and other is not place]
         if self._reform is not None and self._reform.step is Step.ENTER:  # ranks hear of all owners when they go over
-            others = tuple(member for member in others if member.kind is not MemberKind.RANK)
+            others = [member for member in others if member.kind is not MemberKind.RANK]
         place.state = _State.RUNNING
-        return [Succeed(owner, self.addresses[owner], others), *self._go_on()]
+        told = reform.Call(self._present(others), "succeed", (owner, self.addresses[owner]))
+        return [told, *self._go_on()]
 
-    def ended(self, rank: int, life: int) -> list[Action]:
+    def ended(self, rank: Process) -> list[Action]:
         """A rank's loop has returned or raised: its process is not replaced any more."""
-        member = MemberId(MemberKind.RANK, rank)
-        place = self._places[member]
-        if life != place.life:
+        place = self._place_of(rank)
+        if place is None:
             return []
         place.state = _State.ENDED
-        return [*self._expect_nothing(Process(member, life)), *self._go_on()]
+        return [*self._expect_nothing(rank), *self._go_on()]
 
     def _begin(self) -> list[Action]:
         begun: list[Action] = []
         for member, place in self._places.items():
             if place.state is _State.READY:
                 place.state = _State.RUNNING
-                begun.append(Run(member.index, place.life, self.addresses))
+                begun.append(Run(Process(member, place.life), self.addresses))
         return begun
 
     def _go_on(self) -> list[Action]:
@@ -319,15 +289,15 @@ class Controller:
         self._reform = Reform(
             before=self.ownership,
             change=change,
-            old=tuple(self._process(MemberId(MemberKind.OWNER, index)) for index in range(on_host)),
+            old=self._present(MemberId(MemberKind.OWNER, index) for index in range(on_host)),
             addresses=self.addresses,
             joining=tuple(Process(member, self._next_life(member)) for member in new),
-            beside=tuple(self._process(member) for member in self._places if member.kind is MemberKind.BESIDE),
+            beside=self._present(member for member in self._places if member.kind is MemberKind.BESIDE),
         )
         return [*self._reform.begin()]
 
     def answered(self, process: Process, step: Step, answer: object = None) -> list[Action]:
-        """A process has done what was asked of it (``reform.Ask``)."""
+        """A process has taken a step that was asked of it."""
         if (process, step) in self._unanswered:
             return self._take_late(process, step)
         change = self._reform
@@ -355,7 +325,7 @@ class Controller:
     def _take_late(self, process: Process, step: Step) -> list[Action]:
         """[Note: late answers]"""
         self._unanswered.discard((process, step))
-        return [reform.Release(process), *self._go_on()]
+        return [reform.Call((process,), "abandon"), *self._go_on()]
 
     def _give_up_joining(self, process: Process, *, counted: bool) -> list[Action]:
         """A process that was to join has died: nobody needs it yet, so the run goes on in any case."""
@@ -385,7 +355,7 @@ class Controller:
         """Let ranks go over, and end the change when they have."""
         actions: list[Action] = []
         if change.step is Step.ENTER and all_serve:
-            ranks = [self._process(member) for member in self.running if member.kind is MemberKind.RANK]
+            ranks = self._present(member for member in self.running if member.kind is MemberKind.RANK)
             actions += change.go_over(ranks, self.addresses)
         if change.over:
             self._reform = None
@@ -400,5 +370,10 @@ class Controller:
         self._lives[member] = self.last_life(member) + 1
         return self._lives[member]
 
-    def _process(self, member: MemberId) -> Process:
-        return Process(member, self._places[member].life)
+    def _place_of(self, process: Process) -> _Place | None:
+        """None: it has none, or another process has it now."""
+        place = self._places.get(process.member)
+        return place if place is not None and place.life == process.life else None
+
+    def _present(self, members: Iterable[MemberId]) -> tuple[Process, ...]:
+        return tuple(Process(member, self._places[member].life) for member in members)

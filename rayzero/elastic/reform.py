@@ -20,12 +20,12 @@ dies in between, nobody knows whether it has, so there is only one way that is r
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
-from rayzero.elastic.members import MemberId, Process
+from rayzero.elastic.members import Process
 from rayzero.layout.rescale import Rescale
 from rayzero.protocol.ownership import Ownership
 
@@ -44,42 +44,37 @@ class Step(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """Call a method of processes, side by side. Then call ``Controller.answered`` or ``Controller.refused`` for each.
+class Call:
+    """Call a method of processes, side by side. What they answer to ``connect_peers`` or a step goes to
+    ``Controller.connected``, ``answered`` or ``refused``; nothing depends on answers to other methods:
 
-    A rank that is asked to ``CHANGE`` must take a later ``Succeed`` before it answers: it may wait for that successor.
-    """
+    - ``lose``: a rank has died, and comes back in a life
+    - ``succeed``: an owner's successor is at an address. A rank that is asked to ``CHANGE`` must take this before it
+      answers: it may wait for that successor
+    - ``abandon``: the next epoch does not begin; also once more to an owner that has only now done what it was asked
+      before"""
 
-    step: Step
     processes: tuple[Process, ...]
+    method: str
     arguments: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """Start a process that becomes ``member`` in the next epoch; until then, another process may be that member. Then
+    """Start a process that becomes its member in the next epoch; until then, another process may be that member. Then
     call ``Controller.ready`` or ``Controller.died``."""
 
-    member: MemberId
-    life: int
+    process: Process
     ownership: Ownership
 
 
 @dataclass(frozen=True, slots=True)
 class Abandon:
-    """The next epoch does not begin: tell ``owners`` (``OwnerServer.abandon``), and end the processes of ``joined``."""
+    """The next epoch does not begin: tell ``owners``, and end the processes of ``joined``."""
 
     owners: tuple[Process, ...]
     joined: tuple[Process, ...]
     why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    """Tell an owner once more that the next epoch does not begin (``OwnerServer.abandon``): it has only now done what
-    it was asked before."""
-
-    owner: Process
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +92,7 @@ class Retire:
     processes: tuple[Process, ...]
 
 
-Action = Ask | Join | Abandon | Release | Kill | Retire
+Action = Call | Join | Abandon | Kill | Retire
 
 
 @dataclass(slots=True)
@@ -156,7 +151,7 @@ class Reform:
         if not self.joining:
             return self._go(Step.HOLD, (*self.old, *self.beside))
         self.missing = set(self.joining)
-        return [Join(process.member, process.life, self.after) for process in self.joining]
+        return [Join(process, self.after) for process in self.joining]
 
     def serves(self, owner: Process, address: str) -> list[Action]:
         if self.step is not Step.START or owner not in self.missing:
@@ -203,7 +198,7 @@ class Reform:
     def _go(self, step: Step, processes: Iterable[Process], *arguments: Any) -> list[Action]:
         asked = tuple(process for process in processes if process not in self._gone)
         self.step, self.missing = step, set(asked)
-        return [Ask(step, asked, arguments)] if asked else self._next()
+        return [Call(asked, step, arguments)] if asked else self._next()
 
 
 def resolved(change: Rescale, before: Ownership) -> Rescale | None:
@@ -212,3 +207,31 @@ def resolved(change: Rescale, before: Ownership) -> Rescale | None:
     num_owners, doors = before.num_owners, len(before.door_numbers)
     there = tuple(i if was is not None and i < num_owners else None for i, was in enumerate(change.former))
     return None if (there, change.doors) == (tuple(range(num_owners)), doors) else Rescale(there, change.doors)
+
+
+Host = TypeVar("Host", bound=Hashable)
+
+
+def hosts_without_owner(ranks: Iterable[Host], owners: Iterable[Host]) -> list[Host]:
+    """The hosts that get a door, in the order of their first ranks. ``ranks``, ``owners``: the host of each."""
+    there = set(owners)
+    return [host for host in dict.fromkeys(ranks) if host not in there]
+
+
+def with_doors(
+    change: Rescale, owners: Sequence[Host], *, ranks: Iterable[Host], there: Sequence[Host], before: Ownership
+) -> tuple[Rescale, dict[int, Host]]:
+    """A change of the owners with shards, and the doors that it takes. Returns the whole change, and by number the host
+    of each door that joins. ``owners``: the host of each owner with shards after it, ``there``: of each owner
+    ``before`` it.
+
+    A door that is needed on its host stays if its number is that of a door afterwards. It never gets shards: it was
+    placed with few CPUs; and an owner that parts with its shards ends, so that its CPUs are free for others."""
+    needed = hosts_without_owner(ranks, owners)
+    numbers = range(len(owners), len(owners) + len(needed))
+    stay = {door: there[door] for door in numbers if door in before.door_numbers and there[door] in needed}
+    joining = [door for door in numbers if door not in stay]
+    left = [host for host in needed if host not in stay.values()]
+    former = [was if was is not None and was < before.num_optimizers else None for was in change.former]
+    doors = [door if door in stay else None for door in numbers]
+    return Rescale((*former, *doors), len(doors)), dict(zip(joining, left, strict=True))

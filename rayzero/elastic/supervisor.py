@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rayzero.elastic.controller import Action, Connect, Controller, Lose, Run, Start, Succeed
-from rayzero.elastic.members import MemberId, MemberKind, Process
-from rayzero.elastic.reform import Abandon, Ask, Join, Kill, Release, Retire, Step
+from rayzero.elastic.controller import Action, Controller, Run, Start
+from rayzero.elastic.members import Process
+from rayzero.elastic.reform import Abandon, Call, Join, Kill, Retire, Step
 from rayzero.layout.rescale import Rescale
 from rayzero.protocol.ownership import Ownership, Prepared
 
@@ -100,14 +100,14 @@ class Supervisor:
         controller = self.controller
         match event:
             case Serves(process, address):
-                return controller.ready(process.member, process.life, address)
+                return controller.ready(process, address)
             case Ended(process):
-                return controller.ended(process.member.index, process.life)
+                return controller.ended(process)
             case Died(process, counted):
-                return controller.died(process.member, process.life, counted=counted)
+                return controller.died(process, counted=counted)
             case Answered(process, "connect_peers", _, refused):
                 if refused is None:
-                    return controller.connected(process.member.index, process.life)
+                    return controller.connected(process)
                 log.warning("%s does not know the other owners, and is killed: %s", process, refused)
                 self._processes.kill((process,))
                 return []
@@ -125,33 +125,22 @@ class Supervisor:
         return actions
 
     def _do(self, action: Action) -> None:
-        processes, ownership = self._processes, self.controller.ownership
+        processes, ownership, addresses = self._processes, self.controller.ownership, self.controller.addresses
         match action:
-            case Start(member, life):
-                processes.start(Process(member, life), ownership)
-            case Run(rank, life, addresses):
-                processes.run(Process(MemberId(MemberKind.RANK, rank), life), addresses, ownership)
-            case Lose(rank, life, owners):
-                processes.call(self._present(owners), "lose", rank, life)
-            case Connect(owner, life, addresses):
-                processes.call((Process(MemberId(MemberKind.OWNER, owner), life),), "connect_peers", addresses)
-            case Succeed(owner, address, others):
-                processes.call(self._present(others), "succeed", owner, address)
-            case Join(member, life, after):
-                processes.join(Process(member, life), after, self.controller.addresses)
-            case Ask(step, asked, arguments):
-                processes.call(asked, step, *arguments)
+            case Start(process):
+                processes.start(process, ownership)
+            case Run(rank, its_owners):
+                processes.run(rank, its_owners, ownership)
+            case Call(asked, method, arguments):
+                processes.call(asked, method, *arguments)
+            case Join(process, after):
+                processes.join(process, after, addresses)
             case Abandon(owners, joined, _):
                 processes.call(owners, "abandon")
                 processes.kill(joined)  # at once: nobody takes what it has prepared for that of a living process
-            case Release(owner):
-                processes.call((owner,), "abandon")
             case Kill(process, why):
                 log.warning("%s cannot go on with other owners and is killed: %s", process, why)
                 processes.kill((process,))
             case Retire(parting):
                 for process in parting:
                     processes.end(process)
-
-    def _present(self, members: Sequence[MemberId]) -> tuple[Process, ...]:
-        return tuple(Process(member, self.controller.life(member)) for member in members)

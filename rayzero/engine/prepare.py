@@ -16,7 +16,7 @@ from torch import nn
 from rayzero.activations.attach import match_modules
 from rayzero.activations.offload import ActivationOffload
 from rayzero.activations.policy import OffloadPolicy
-from rayzero.concurrency.cuda_device import with_index
+from rayzero.concurrency.threads import with_index
 from rayzero.config import ZeroConfig
 from rayzero.convert.weights import Weights, WeightSource
 from rayzero.engine.autograd.hooks import CastInputs, CopyEntries, UnitCalls, hook_units

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayzero.concurrency.cuda_device import with_index
 from rayzero.concurrency.futures import DONE, failed
-from rayzero.concurrency.threads import use_torch_threads
+from rayzero.concurrency.threads import use_torch_threads, with_index
 from rayzero.errors import RayZeroError, StallError
 from rayzero.kernels.torch_classes.newton_schulz import as_product, newton_schulz
 from rayzero.kernels.torch_classes.optimizer_class import as_options

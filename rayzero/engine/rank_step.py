@@ -34,7 +34,7 @@ from rayzero.protocol.messages import (
     pack_presence,
 )
 from rayzero.telemetry.spans import Over, Spans, nothing
-from rayzero.telemetry.tally import CopyTally
+from rayzero.telemetry.stats import CopyTally
 
 _T = TypeVar("_T")
 _CALLS = {

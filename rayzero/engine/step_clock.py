@@ -25,7 +25,7 @@ from rayzero.telemetry.names import (
     TOKENS,
 )
 from rayzero.telemetry.recorder import Recorder
-from rayzero.telemetry.tally import Tally
+from rayzero.telemetry.stats import Tally
 
 PHASES = ("data", "forward", "backward", "grad_push", "norm", "optimizer", "fetch_wait", "checkpoint")
 _WAITS = {  # cause -> phase

@@ -40,12 +40,11 @@ from ray import train
 from ray.train.torch import get_device
 from ray.util import get_current_placement_group, placement_group_table
 
-from rayzero.cluster.group_owners import GroupOwners
+from rayzero.cluster.group_owners import GroupEnded, GroupOwners, GroupsAsked, GroupStart, WorkerGroup
 from rayzero.cluster.janitor import leaving_nothing
 from rayzero.cluster.nodes.places import placed
 from rayzero.cluster.nodes.resources import plan_optimizers
 from rayzero.cluster.nodes.session import ray_session
-from rayzero.cluster.processes.worker_groups import GroupEnded, GroupsAsked, GroupStart, WorkerGroup
 from rayzero.concurrency.own_process import raise_open_files
 from rayzero.config import ScalingConfig, SecurityConfig, ZeroConfig
 from rayzero.engine.context import RankContext, running_in

@@ -19,8 +19,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from rayzero.concurrency.cuda_device import on_device, sleep_until_done
-from rayzero.concurrency.threads import use_torch_threads
+from rayzero.concurrency.threads import on_device, sleep_until_done, use_torch_threads
 from rayzero.kernels.kernel import AdamMemory, AdamOptions, AdamUpdate, Kernel, Segment
 from rayzero.kernels.rank_sum import RankSum
 from rayzero.kernels.stamps import STAMP, TileStamps

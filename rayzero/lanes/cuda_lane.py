@@ -26,7 +26,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from rayzero.concurrency.cuda_device import on_device, sleep_until_done, with_index
+from rayzero.concurrency.threads import on_device, sleep_until_done, with_index
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.lanes.lane import SPANS_KEPT, Direction, Event, Lane, Span
 
@@ -142,7 +142,7 @@ class _Copy:
 class CudaLane:
     """Copies on two streams of one CUDA device. See ``Lane`` and [Note: who may free device memory].
 
-    Any thread may call it: CUDA is only asked on the lane's device. [Note: a thread's device] in cuda_device.py"""
+    Any thread may call it: CUDA is only asked on the lane's device. [Note: a thread's device]"""
 
     def __init__(self, device: torch.device | str = "cuda", *, overlap: bool = True) -> None:
         """``overlap=False``: copies run on the current stream. Raises ConfigError if ``device`` is not CUDA."""

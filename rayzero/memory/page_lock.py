@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayzero.concurrency.cuda_device import on_device, with_index
+from rayzero.concurrency.threads import on_device, with_index
 from rayzero.errors import MemoryPlanError
 from rayzero.memory.mapping import Mapping
 from rayzero.memory.pages import whole_pages
@@ -95,7 +95,7 @@ class PageLock:
 
 
 def _register(address: int, size: int, device: torch.device, *, read_only: bool) -> Any:
-    """Register a range; returns CUDA's runtime. [Note: a thread's device] in cuda_device.py: this makes a context, if
+    """Register a range; returns CUDA's runtime. [Note: a thread's device] in threads.py: this makes a context, if
     there is none."""
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     with on_device(device):

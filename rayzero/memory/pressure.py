@@ -15,7 +15,7 @@ import torch
 
 from rayzero.config import MIB
 from rayzero.memory.process_memory import HostLimits, Stalls, memory_stalls, tightest_cgroup
-from rayzero.telemetry.tally import Tally
+from rayzero.telemetry.stats import Tally
 
 
 class Resource(StrEnum):

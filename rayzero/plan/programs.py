@@ -41,7 +41,7 @@ class Programs:
 
     def of_host(self, ranks: int, owners: int, coordinators: int = 0) -> int:
         """Bytes of all programs on one host, at most: as if each had its own imports. Those of a run on Ray share most
-        of theirs with their fork server (cluster/forks)."""
+        of theirs with their fork server (cluster/nodes)."""
         programs = ranks * self.rank + owners * self.owner + coordinators * self.coordinator
         return programs + (self.files if ranks + owners + coordinators else 0)
 

@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 import torch
 
+from rayzero.cluster.files.key_files import read_viewer
 from rayzero.cluster.files.run_record import read_record
-from rayzero.cluster.files.viewer_file import read_viewer
 from rayzero.errors import ConfigError
 from rayzero.files import parse_json, read_text, replace_file
 from rayzero.plan.bound import StepBound
@@ -28,9 +28,8 @@ from rayzero.quantities import count, format_bytes
 from rayzero.recipes.planning import RecipeWork, plan_recipe, recipe_bytes, recipe_hardware
 from rayzero.recipes.run_log import StepRow
 from rayzero.telemetry import names
-from rayzero.telemetry.discovery import Target
 from rayzero.telemetry.metric import Metric, Role
-from rayzero.telemetry.scrape import Scrape, Scraped, scrape
+from rayzero.telemetry.scrape import Scrape, Scraped, Target, scrape
 
 PLAN = "plan.json"
 _MAX_PLAN = 1 << 24  # bytes

@@ -21,12 +21,12 @@ from torch import nn
 
 from rayzero.checkpoint import CheckpointReader
 from rayzero.cluster.continuation import Successor
+from rayzero.cluster.driver import Result, ZeroTrainer
 from rayzero.cluster.files.run_dir import RunDirectory, find_start
 from rayzero.cluster.files.run_record import RECORD
 from rayzero.cluster.nodes.local_ray import LocalRay
 from rayzero.cluster.processes.program_memory import imported_memory
 from rayzero.cluster.run import Report
-from rayzero.cluster.trainer import Result, ZeroTrainer
 from rayzero.config import ScalingConfig
 from rayzero.convert.conversion import convert, export_full
 from rayzero.convert.formats import Format

@@ -22,7 +22,7 @@ from cryptography import x509
 from pydantic import Field, field_validator, model_validator
 
 from rayzero.config.base import ConfigModel
-from rayzero.config.yaml_text import load_yaml
+from rayzero.config.text import load_yaml
 from rayzero.errors import ConfigError
 from rayzero.files import read_text
 from rayzero.security.authority import Authority

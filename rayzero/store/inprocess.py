@@ -14,8 +14,7 @@ from torch import Tensor
 
 from rayzero.codecs import RAW
 from rayzero.codecs.record import codec_of, read_record
-from rayzero.concurrency.futures import DONE, fail, settle, settled, when_all
-from rayzero.concurrency.gather import Gather
+from rayzero.concurrency.futures import DONE, Gather, fail, settle, settled, when_all
 from rayzero.concurrency.threads import use_torch_threads
 from rayzero.errors import StoreClosedError
 from rayzero.layout.model_layout import Shard, UnitLayout

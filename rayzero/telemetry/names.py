@@ -2,7 +2,7 @@
 
 Names start with ``rayzero_`` and contain base units; counters end in ``_total``, values from 0 to 1 in ``_ratio``. No
 label has many values, and none says which process a series is from: Prometheus adds TARGET_LABELS to all that it
-scrapes, as discovery tells it (telemetry/discovery.py). Every metric here has code that feeds it.
+scrapes, as discovery tells it (telemetry/scrape.py). Every metric here has code that feeds it.
 """
 
 from __future__ import annotations

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from rayzero.telemetry import names
-from rayzero.telemetry.discovery import Target
 from rayzero.telemetry.metric import Metric, Role
-from rayzero.telemetry.scrape import Scrape, Scraped, Series
+from rayzero.telemetry.scrape import Scrape, Scraped, Series, Target
 
 PHASES = ("data", "forward", "fetch_wait", "backward", "grad_push", "norm", "optimizer", "checkpoint")
 CAUSES = ("fetch", "push", "norm", "optimizer")  # a wait in mean_over_ranks is part of the phase data

@@ -22,9 +22,8 @@ import torch
 
 from rayzero.concurrency.processes import Sleepers, is_stopped
 from rayzero.elastic.controller import Controller
-from rayzero.elastic.doors import with_doors
 from rayzero.elastic.members import MemberId, MemberKind, Process
-from rayzero.elastic.reform import Abandon, Step, resolved
+from rayzero.elastic.reform import Abandon, Step, resolved, with_doors
 from rayzero.elastic.requests import take
 from rayzero.elastic.supervisor import Answered, Died, Ended, Event, Serves, Supervisor
 from rayzero.engine.context import running_in

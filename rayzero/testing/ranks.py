@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Literal
 
 from rayzero.config import ZeroConfig
-from rayzero.elastic.controller import Controller, Lose
-from rayzero.elastic.doors import hosts_without_owner
-from rayzero.elastic.members import MemberId, MemberKind
+from rayzero.elastic.controller import Controller
+from rayzero.elastic.members import MemberId, MemberKind, Process
+from rayzero.elastic.reform import Call, hosts_without_owner
 from rayzero.engine.context import RankContext, running_in
 from rayzero.errors import ConfigError
 from rayzero.protocol.ownership import device_owners
@@ -246,12 +246,12 @@ def run_threads(fn: Loop[T], places: list[RankPlace], owners: OwnersHere, max_fa
     def outlived(context: RankContext) -> bool:
         rank = MemberId(MemberKind.RANK, context.rank)
         with lock:
-            actions = controller.died(rank, context.life)
-            controller.ready(rank, controller.life(rank))  # a thread needs no time to start
+            actions = controller.died(Process(rank, context.life))
+            controller.ready(Process(rank, controller.life(rank)))  # a thread needs no time to start
         for action in actions:
-            if isinstance(action, Lose):
+            if isinstance(action, Call):
                 log.warning("%s died and is started again", rank)
-                owners.lose(action.rank, action.life)
+                owners.lose(*action.arguments)
         return bool(actions)
 
     ranks = [threading.Thread(target=run, args=(place,), name=f"rank-{place.rank}") for place in places]

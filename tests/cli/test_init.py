@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from rayzero.cli import app
 from rayzero.cli.train import choose_recipe
-from rayzero.config.help_text import first_sentence
+from rayzero.config.text import first_sentence
 from rayzero.errors import ConfigError
 from rayzero.recipes.recipe import RecipeConfig, load_recipe
 

@@ -335,19 +335,12 @@ def test_export_and_status_find_a_checkpoint_under_a_name_of_the_users(trained):
     assert "rank-0000.safetensors has 5 bytes" in refused("export", "runs/r", "out2", cwd=trained)
 
 
-def test_status_names_a_run_that_is_not_there(tmp_path):
-    assert "no runs in" in refused("status", cwd=tmp_path)
-    assert "no such run: 'x'" in refused("status", "x", cwd=tmp_path)
+@pytest.mark.parametrize("command", ["status", "top"])
+def test_a_run_that_is_not_there_is_named(tmp_path, command):
+    assert "no runs in" in refused(command, cwd=tmp_path)
+    assert "no such run: 'x'" in refused(command, "x", cwd=tmp_path)
     (tmp_path / "x").mkdir()
-    assert "holds no run" in refused("status", "x", cwd=tmp_path)
-
-
-def test_top_names_a_run_that_is_not_there_and_a_wrong_interval(tmp_path):
-    assert "no runs in" in refused("top", cwd=tmp_path)
-    assert "no such run: 'x'" in refused("top", "x", cwd=tmp_path)
-    assert "--interval is 0.1 but must be at least 1" in refused("top", "--interval", "0.1", cwd=tmp_path)
-    (tmp_path / "x").mkdir()
-    assert "holds no run" in refused("top", "x", cwd=tmp_path)
+    assert "holds no run" in refused(command, "x", cwd=tmp_path)
 
 
 def running(folder: Path, **config: dict[str, Any]) -> None:

@@ -23,11 +23,11 @@ from rich.console import Console
 from rayzero.cli.top import top
 from rayzero.errors import ConfigError
 from rayzero.telemetry import names
-from rayzero.telemetry.discovery import Target, service_discovery
 from rayzero.telemetry.exporter import Exporter
 from rayzero.telemetry.http import Page
 from rayzero.telemetry.metric import Role
 from rayzero.telemetry.recorder import MemoryRecorder
+from rayzero.telemetry.scrape import Target, service_discovery
 
 COMMAND = sys.modules["rayzero.cli.top"]  # rayzero.cli.top is the function
 HOST = "127.0.0.1"
@@ -115,24 +115,19 @@ def test_off_a_terminal_it_prints_pictures_until_the_run_ends_with_its_end_state
     assert "state       failed" in capsys.readouterr().out
 
 
-def test_deaths_that_the_run_has_outlived_are_shown(run, monkeypatch, capsys) -> None:
-    died = {"who": "optimizer 1", "pid": 42, "seconds": 2.0, "time": time.time() - 298}
-    run.write("running", recoveries=[died])
-    after_the_first_look(monkeypatch, run.step)
-    top(str(run.path), once=True, interval=1.0)
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last == "recovery  optimizer 1 died 5 min ago and was replaced by pid 42 within 2.0 s"
-
-
-def test_changes_of_the_optimizers_are_shown_below(run, monkeypatch, capsys) -> None:
+def test_deaths_that_were_outlived_and_changes_of_the_optimizers_are_shown_below(run, monkeypatch, capsys) -> None:
     changed = {
         "id": "a", "why": "asked for", "before": 2, "after": 5, "failed": None, "seconds": {"start": 2.0},
         "pause": 0.412, "moved_bytes": 7, "time": time.time() - 298,
     }  # fmt: skip
-    run.write("running", rescaling="from 5 optimizers to 1: publishing what is decided", rescales=[changed])
+    died = {"who": "optimizer 1", "pid": 42, "seconds": 2.0, "time": time.time() - 298}
+    said = "from 5 optimizers to 1: publishing what is decided"
+    run.write("running", rescaling=said, rescales=[changed], recoveries=[died])
     after_the_first_look(monkeypatch, run.step)
     top(str(run.path), once=True, interval=1.0)
-    assert capsys.readouterr().out.splitlines()[-2:] == [
+    assert capsys.readouterr().out.splitlines()[-4:] == [
+        "recovery  optimizer 1 died 5 min ago and was replaced by pid 42 within 2.0 s",
+        "",
         "change    from 5 optimizers to 1: publishing what is decided",
         "change    2 optimizers became 5, 5 min ago; training stood for 0.41 s",
     ]

@@ -11,7 +11,7 @@ import psutil
 import pytest
 import ray
 
-from rayzero.cluster.trainer import ZeroTrainer
+from rayzero.cluster.driver import ZeroTrainer
 from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
 
 from .compared_run import Undisturbed, train_undisturbed

@@ -14,8 +14,8 @@ import ray
 from tiny import tiny_steps
 
 from rayzero.cluster.actors import run_actors
+from rayzero.cluster.driver import ZeroTrainer
 from rayzero.cluster.run import NAMESPACE, coordinator_name
-from rayzero.cluster.trainer import ZeroTrainer
 from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
 from rayzero.engine.context import get_context, report
 

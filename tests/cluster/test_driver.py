@@ -19,11 +19,10 @@ import ray
 from rayzero.checkpoint.reader import Catalog
 from rayzero.cluster import driver as driver_module
 from rayzero.cluster import interrupts
-from rayzero.cluster import trainer as trainer_module
 from rayzero.cluster.actors import run_actors as actors_module
 from rayzero.cluster.actors.local_processes import LocalProcesses
 from rayzero.cluster.actors.run_actors import RunActors
-from rayzero.cluster.driver import _again, _follow
+from rayzero.cluster.driver import ZeroTrainer, _again, _follow
 from rayzero.cluster.files.key_files import FollowerKey
 from rayzero.cluster.files.metrics_log import MetricsLog, read_log
 from rayzero.cluster.files.run_dir import RunCheckpoints, StartPoint
@@ -35,12 +34,11 @@ from rayzero.cluster.nodes.session import answered, ray_answers
 from rayzero.cluster.processes.coordinator import News
 from rayzero.cluster.run import Member, Report, RunState
 from rayzero.cluster.supervision import Failure, Verdict, Watch, death_of
-from rayzero.cluster.trainer import ZeroTrainer
 from rayzero.cluster.upkeep.follower import Follower
 from rayzero.config import RunConfig, ZeroConfig
 from rayzero.errors import ConfigError, DataError, RunFailedError
-from rayzero.telemetry.discovery import Target
 from rayzero.telemetry.metric import Role
+from rayzero.telemetry.scrape import Target
 
 
 class Call(News):
@@ -201,7 +199,7 @@ def test_a_stopped_run_says_how_to_go_on(
     def stop(request: Any, journal: Journal) -> None:
         exit_as_ray_does(signal.SIGTERM)
 
-    monkeypatch.setattr(trainer_module, "drive", stop)
+    monkeypatch.setattr(driver_module, "drive", stop)
     monkeypatch.setattr(Catalog, "newest", lambda self: tmp_path / "demo" / "step-000003" if saved else None)
     trainer = ZeroTrainer(print, run_config=RunConfig(name="demo", storage_path=tmp_path))
     with pytest.raises(SystemExit) as ended:
@@ -420,7 +418,7 @@ def test_the_record_of_a_run_that_starts_again_names_no_dead_process_and_outlast
         records.append(read_record(tmp_path / "demo"))
         raise ValueError("on_phase")
 
-    monkeypatch.setattr(trainer_module, "drive", restart)
+    monkeypatch.setattr(driver_module, "drive", restart)
     with pytest.raises(ValueError, match="on_phase"):
         ZeroTrainer(print, run_config=RunConfig(name="demo", storage_path=tmp_path)).fit()
     [record] = records

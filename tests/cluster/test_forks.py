@@ -17,14 +17,14 @@ from typing import Any
 import psutil
 import pytest
 
-from rayzero.cluster.forks import worker_fork
-from rayzero.cluster.forks.worker_fork import LENGTH, TOKEN, make_ready, start_server
+from rayzero.cluster.nodes import worker_fork
+from rayzero.cluster.nodes.worker_fork import LENGTH, TOKEN, make_ready, start_server
 from rayzero.concurrency.survivor import ends
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.promise("exact", "hosts")]
 
-ASK = "from rayzero.cluster.forks.worker_fork import main; main()"
-ASK_IMPATIENTLY = "from rayzero.cluster.forks import worker_fork; worker_fork._START_S = 0.5; worker_fork.main()"
+ASK = "from rayzero.cluster.nodes.worker_fork import main; main()"
+ASK_IMPATIENTLY = "from rayzero.cluster.nodes import worker_fork; worker_fork._START_S = 0.5; worker_fork.main()"
 WORKER = """
 import json, os, random, resource, sys, threading
 import numpy
@@ -320,7 +320,7 @@ def refuse(*_):
     sys.exit("asked")
 
 torch.cuda.is_available = torch.cuda.device_count = torch.cuda.current_device = torch.cuda._lazy_init = refuse
-import rayzero.cluster.forks.fork_server as server
+import rayzero.cluster.nodes.fork_server as server
 server._import_ray({})
 print("imported")
 """

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import rayzero.engine as engine
+from rayzero.cluster.driver import ZeroTrainer
 from rayzero.cluster.files.run_record import read_record
 from rayzero.cluster.run import Report
-from rayzero.cluster.trainer import ZeroTrainer
 from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
 from rayzero.engine.context import report
 from rayzero.engine.prepare import plan_units
@@ -25,9 +25,8 @@ from rayzero.plan.programs import Programs
 from rayzero.plan.tiers import RunBytes, plan_bytes
 from rayzero.plan.work import measure_work
 from rayzero.recipes.plan_check import compare_bytes
-from rayzero.telemetry.discovery import Target
 from rayzero.telemetry.names import MEMORY_BYTES, PROCESS_MEMORY_BYTES
-from rayzero.telemetry.scrape import Scrape, scrape
+from rayzero.telemetry.scrape import Scrape, Target, scrape
 
 from .test_telemetry import get, series_of
 

@@ -21,18 +21,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayzero.cluster.files.metrics_log import METRICS, MetricsLog
-from rayzero.cluster.live import page as live_page
-from rayzero.cluster.live.page import DATA_PATH, MOST_POINTS, PAGE_PATH, Curve, Curves, Known, LivePage, RunEvent
+from rayzero.cluster.processes import live_page
 from rayzero.cluster.processes.coordinator import Coordinator
+from rayzero.cluster.processes.live_page import (
+    DATA_PATH,
+    MOST_POINTS,
+    PAGE_PATH,
+    Curve,
+    Curves,
+    Known,
+    LivePage,
+    RunEvent,
+)
 from rayzero.cluster.run import Member, Report, RunState
 from rayzero.security.metrics_access import MetricsAccess
 from rayzero.telemetry import names
-from rayzero.telemetry.discovery import Target
 from rayzero.telemetry.exporter import Exporter
 from rayzero.telemetry.guard import Protection
 from rayzero.telemetry.metric import Role
 from rayzero.telemetry.recorder import MemoryRecorder
-from rayzero.telemetry.scrape import Viewer
+from rayzero.telemetry.scrape import Target, Viewer
 from tests.support.waiting import until
 
 from .browser import CHROMIUM, chromium

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from rayzero.cluster.forks import worker_fork
+from rayzero.cluster.nodes import worker_fork
 from rayzero.cluster.nodes.local_ray import NOT_FOR_RAY, LocalRay, begin_ray
 from rayzero.cluster.nodes.session import ray_session
 from rayzero.errors import RunFailedError

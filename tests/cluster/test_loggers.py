@@ -22,14 +22,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import rayzero
 from rayzero.cli.status import describe_run, format_status
 from rayzero.cluster.files.metrics_log import METRICS, RowTail, Value, trim_log
-from rayzero.cluster.loggers import children
-from rayzero.cluster.loggers.children import Loggers
-from rayzero.cluster.loggers.feed import Bookmark, Feed, FeedState, begin
+from rayzero.cluster.loggers.feed import Bookmark, Feed, FeedState, Loggers, begin
 from rayzero.cluster.loggers.reporter import CsvReporter, LoggedRun, flat_settings
 from rayzero.config import RunConfig
-from rayzero.config.loggers import require_loggers
+from rayzero.config.choices import require_loggers
 from rayzero.engine import get_context, report, save_checkpoint
 from rayzero.errors import ConfigError
 from tests.support.waiting import until
@@ -66,8 +65,8 @@ def killed_and_resumed(name: Any, run_dir: Path) -> None:
     write_rows(run_dir, range(7, 13))
     with reported(name, run_dir) as loggers:
         write_rows(run_dir, range(13, 15))
-    (one,) = loggers.described()
-    assert (one["complete"], one["step"], one["lost"], one["error"]) == (True, 14, 0, None)
+    (one,) = loggers.states
+    assert (one.complete, one.step, one.lost, one.error) == (True, 14, 0, None)
 
 
 # ---- each logger, as it is -----------------------------------------------------------------------------------------
@@ -320,9 +319,9 @@ def stubborn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., N
         patch += "import rayzero.cluster.loggers.reporter as p; named = {}\n"
         patch += f"exec({code!r}, named); p._CLASSES['tensorboard'] = named['TensorBoardReporter']\n"
         (tmp_path / "sitecustomize.py").write_text(patch)
-        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(Path(children.__file__).parents[3])]))
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(Path(rayzero.__file__).parents[1])]))
 
-    monkeypatch.setattr(children, "_END_S", {"finished": 1.0})
+    monkeypatch.setattr("rayzero.cluster.loggers.feed._END_S", {"finished": 1.0})
     return make
 
 
@@ -352,7 +351,7 @@ def test_a_logger_that_hangs_dies_or_refuses_is_a_warning_and_holds_up_nobody(
     assert warned in caplog.text
     assert process.poll() is not None
     assert len(caplog.records) <= 2
-    assert not loggers.described()[0]["complete"]
+    assert not loggers.states[0].complete
 
 
 def test_what_a_hanging_library_has_started_ends_with_it(tmp_path: Path, stubborn: Any) -> None:
@@ -372,7 +371,7 @@ def test_what_a_hanging_library_has_started_ends_with_it(tmp_path: Path, stubbor
 def test_a_logger_outlives_a_killed_driver_until_it_has_its_rows(tmp_path: Path) -> None:
     write_rows(tmp_path, range(1, 4))
     code = (
-        "import os, sys, time; from pathlib import Path; from rayzero.cluster.loggers.children import Loggers\n"
+        "import os, sys, time; from pathlib import Path; from rayzero.cluster.loggers.feed import Loggers\n"
         f"loggers = Loggers(['csv'], 'demo', Path({str(tmp_path)!r}), {{}}, True); loggers.start(lambda *told: None)\n"
         "print(loggers._children[0].process.pid, flush=True); os.kill(os.getpid(), 9)\n"
     )
@@ -406,7 +405,7 @@ def test_report_to_takes_a_name_a_list_all_and_none() -> None:
 def test_a_logger_that_is_not_installed_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("rayzero.config.loggers.find_spec", lambda name: None)
+    monkeypatch.setattr("rayzero.config.choices.find_spec", lambda name: None)
     require_loggers(("csv",))
     assert RunConfig(report_to="all").report_to == ("csv",)
     from rayzero.cli import main
@@ -439,7 +438,7 @@ def test_mlflow_without_a_store_that_it_can_open_is_refused_in_one_line(
 ) -> None:
     there = {"mlflow"} | ({"sqlalchemy"} if has_database else set())
     found = {name: ModuleSpec(name, None, origin=name) for name in there}
-    monkeypatch.setattr("rayzero.config.loggers.find_spec", found.get)
+    monkeypatch.setattr("rayzero.config.choices.find_spec", found.get)
     monkeypatch.chdir(tmp_path)
     if uri is None:
         monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +17,7 @@ import pytest
 import rayzero
 from rayzero.cluster.processes import rank_worker
 from rayzero.cluster.processes.coordinator import Received
+from rayzero.cluster.processes.owner_process import MemberProcess, OptimizerActor
 from rayzero.cluster.processes.rank_worker import (
     RankSettings,
     RankWorker,
@@ -247,3 +251,36 @@ def test_a_loop_that_makes_up_names_does_not_fill_prometheus(caplog):
     assert series[("name", "loss of step 0"),] == MAX_REPORTED + 9
     [warning] = caplog.messages
     assert f"'loss of step {MAX_REPORTED}' and later names are not shown" in warning
+
+
+# ---- what every process of a run can say about its host
+
+
+NOBODY = 65534
+
+
+@contextmanager
+def without_roots_rights() -> Iterator[None]:
+    """Root may look into every folder."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.mark.parametrize("kind", [OptimizerActor, RankWorker])
+def test_a_process_sees_what_it_may_look_at(kind: type[MemberProcess], tmp_path: Path) -> None:
+    process = kind.__new__(kind)  # it may be no owner yet
+    file, shut = tmp_path / "run.json", tmp_path / "shut"
+    shut.mkdir()
+    (shut / "run.json").touch()
+    file.touch()
+    assert process.sees(str(file))
+    assert not process.sees(str(tmp_path / "other.json"))
+    shut.chmod(0)
+    with without_roots_rights():
+        assert not process.sees(str(shut / "run.json"))

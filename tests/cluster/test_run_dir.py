@@ -18,7 +18,7 @@ from engine.test_whole_run import killed_once
 from engine.whole_run import LINEAGE, RUN
 from saved import save_checkpoint
 
-from rayzero.cli.runs import newest_run
+from rayzero.cli.status import newest_run
 from rayzero.cluster.continuation import States, Successor
 from rayzero.cluster.files.run_dir import RunDirectory, checkpoints_of, find_start
 from rayzero.cluster.files.run_record import DriverProcess, RunRecord, read_record, run_status

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
-from rayzero.cluster import trainer as trainer_module
+from rayzero.cluster import driver as driver_module
+from rayzero.cluster.driver import PhaseLines, ZeroTrainer
 from rayzero.cluster.files.run_record import RECORD, read_record, run_status
 from rayzero.cluster.files.tracing import trace_run
 from rayzero.cluster.journal import Journal, RunRequest
-from rayzero.cluster.trainer import PhaseLines, ZeroTrainer
-from rayzero.config import RunConfig
-from rayzero.errors import ConfigError, RunFailedError
+from rayzero.cluster.processes.rank_worker import PackedLoop, pack_loop, unpack_loop
+from rayzero.config import RunConfig, ZeroConfig
+from rayzero.errors import CheckpointError, ConfigError, RunFailedError, UnsupportedError
 
 Drive = Callable[[RunRequest, Journal], None]
 
@@ -26,7 +30,7 @@ def fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Drive], No
     """``fit(drive)``: a run in ``tmp_path/r`` whose driver does what the test says."""
 
     def run(drive: Drive) -> None:
-        monkeypatch.setattr(trainer_module, "drive", drive)
+        monkeypatch.setattr(driver_module, "drive", drive)
         ZeroTrainer(lambda: None, run_config=RunConfig(name="r", storage_path=str(tmp_path))).fit()
 
     return run
@@ -82,7 +86,7 @@ def test_a_run_that_is_refused_leaves_the_record_that_was_there(fit, tmp_path: P
 
 def test_phases_are_lines_on_stderr_with_the_seconds_since_the_start(fit, capsys, monkeypatch) -> None:
     now = iter((100.0, 100.0, 112.34))
-    monkeypatch.setattr("rayzero.cluster.trainer.monotonic", lambda: next(now))
+    monkeypatch.setattr("rayzero.cluster.driver.monotonic", lambda: next(now))
     phases = PhaseLines()
     phases("starting Ray on this machine")
     phases("starting 2 ranks")
@@ -90,3 +94,56 @@ def test_phases_are_lines_on_stderr_with_the_seconds_since_the_start(fit, capsys
     monkeypatch.undo()
     fit(lambda request, journal: request.on_phase("something"))
     assert capsys.readouterr().err.endswith(" s  something\n")
+
+
+# ---- the training loop as bytes
+
+
+def test_a_loop_gets_its_config_if_it_takes_one():
+    assert unpack_loop(pack_loop(lambda config: config["x"] + 1, {"x": 1}))() == 2
+    assert unpack_loop(pack_loop(lambda: "no config", {"x": 1}))() == "no config"
+    assert unpack_loop(pack_loop(lambda config=None: config, 5))() == 5
+
+
+def test_a_loop_that_takes_two_arguments_is_refused():
+    with pytest.raises(ConfigError, match="it takes model, data"):
+        pack_loop(lambda model, data: None, None)
+
+
+def test_what_is_no_function_is_refused():
+    with pytest.raises(ConfigError, match="train_loop must be a function, got str"):
+        pack_loop("train", None)  # type: ignore[arg-type]
+
+
+def test_a_config_that_cannot_be_sent_is_refused():
+    with pytest.raises(ConfigError, match="cannot be sent to other processes"):
+        pack_loop(lambda config: None, threading.Lock())
+
+
+def test_a_loop_whose_module_is_not_there_says_what_to_do():
+    packed = PackedLoop(code=pickle.dumps((len, None)).replace(b"builtins", b"nowhere_"), paths=())
+    with pytest.raises(ConfigError, match="a rank worker cannot load train_loop"):
+        unpack_loop(packed)
+
+
+# ---- settings that cannot work are refused before there is a Ray
+
+
+def nothing() -> None:
+    """A loop."""
+
+
+def test_wrong_settings_are_raised_without_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "init", None)
+    run = RunConfig(name="demo", storage_path=str(tmp_path))
+    with pytest.raises(UnsupportedError, match="transport='inproc'"):
+        ZeroTrainer(nothing, zero_config=ZeroConfig(transport="inproc"))
+    with pytest.raises(ConfigError, match="it takes a, b"):
+        ZeroTrainer(lambda a, b: None)
+    with pytest.raises(CheckpointError, match="nothing to resume"):
+        ZeroTrainer(nothing, run_config=run.replace(resume=True)).fit()
+
+
+def test_without_shared_memory_there_are_no_successors_and_so_no_spares() -> None:
+    with pytest.raises(ConfigError, match=r"warm_spares is 1, but with transport='grpc'"):
+        ZeroTrainer(nothing, zero_config=ZeroConfig(transport="grpc"), run_config=RunConfig(warm_spares=1))

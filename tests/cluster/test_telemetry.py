@@ -1,25 +1,30 @@
-"""A real run of two ranks and two owners as Prometheus sees it: found by discovery, scraped while it trains."""
+"""A real run of two ranks and two owners as Prometheus sees it: found by discovery, scraped while it trains; and its
+trace, in which causes come before what they cause."""
 
 from __future__ import annotations
 
 import json
+import re
 import socket
 import time
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from telemetry.web_configs import HASH, TestAuthority, written
+from typer.testing import CliRunner
 
+from rayzero.cli import app
+from rayzero.cluster.driver import Result, ZeroTrainer
+from rayzero.cluster.files.key_files import VIEWER_FILE, read_viewer
 from rayzero.cluster.files.run_record import run_status
 from rayzero.cluster.files.tracing import trace_run
-from rayzero.cluster.files.viewer_file import VIEWER_FILE, read_viewer
 from rayzero.cluster.run import Report
-from rayzero.cluster.trainer import Result, ZeroTrainer
 from rayzero.config import RunConfig, ScalingConfig, TelemetryConfig, ZeroConfig
 from rayzero.engine.context import get_context, report
 from rayzero.errors import ConfigError
@@ -32,6 +37,9 @@ from .tiny import tiny_steps
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
 STEPS = 30
+KEPT = 6  # of which a trace is left
+RANKS, OWNERS = ("rank 0", "rank 1"), ("optimizer 0", "optimizer 1")
+UNITS = ("blocks.0", "blocks.1", "blocks.2", "root")  # the head is the root's: its forward is the whole one
 ONE_EACH = {"threads_per_worker": 1, "threads_per_optimizer": 1, "cpus_per_worker": 1, "cpus_per_optimizer": 1}
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -70,6 +78,8 @@ class Seen:
     series: dict[str, Series]  # by process
     status: dict[str, Any]
     live: dict[str, Any]  # what the live page shows
+    said: str  # by ``rayzero trace``
+    traced: dict[str, Any]  # the file that it wrote
     storage: Path
     result: Result = field(init=False)
 
@@ -87,7 +97,12 @@ def look(storage: Path) -> Seen:
         who = " ".join(labels[name] for name in ("role", "rank", "actor") if name in labels)
         series[who] = series_of(get(f"http://{group['targets'][0]}/metrics"))
     live = live_page(record["telemetry"]["page"])
-    return Seen(discovered, list((storage / ".targets").glob("*.json")), series, record, live, storage)
+    announced = list((storage / ".targets").glob("*.json"))
+    options = ["trace", str(storage / "demo"), "--seconds", "1", "-o", str(storage / "live.json")]
+    done = CliRunner().invoke(app, options, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    traced = json.loads((storage / "live.json").read_text())
+    return Seen(discovered, announced, series, record, live, done.stdout, traced, storage)
 
 
 def live_page(url: str) -> dict[str, Any]:
@@ -117,7 +132,9 @@ def seen(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Seen:
         train_loop_config={"steps": STEPS, "looked": str(storage / "looked")},
         zero_config=ZeroConfig(stall_timeout=60.0, max_grad_norm=0.05),
         scaling_config=ScalingConfig(**ONE_EACH),
-        run_config=RunConfig(name="demo", storage_path=str(storage), telemetry=TelemetryConfig(norms_every=10)),
+        run_config=RunConfig(
+            name="demo", storage_path=str(storage), telemetry=TelemetryConfig(norms_every=10, trace_steps=KEPT)
+        ),
         on_report=watch,
     )
     result = trainer.fit()
@@ -234,6 +251,135 @@ def test_group_norms_of_the_owners_add_up_to_the_models(seen) -> None:
     assert len(groups) == 4
     assert len(squares) == 12
     assert all(square > 0 for square in squares.values())
+
+
+# ---- its trace: two ranks and two owners on one clock
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One span of the file; times in microseconds."""
+
+    who: str
+    lane: str
+    name: str
+    step: int
+    start: float
+    end: float
+
+
+def slices_of(events: list[dict[str, Any]]) -> list[Slice]:
+    names = {(e["name"], e["pid"], e["tid"]): e["args"].get("name") for e in events if e["ph"] == "M"}
+    return [
+        Slice(
+            who=names["process_name", e["pid"], 0],
+            lane=re.sub(r" \d+$", "", names["thread_name", e["pid"], e["tid"]]),
+            name=e["name"],
+            step=e["args"]["step"],
+            start=e["ts"],
+            end=e["ts"] + e["dur"],
+        )
+        for e in events
+        if e["ph"] == "X"
+    ]
+
+
+@pytest.fixture(scope="module")
+def slices(seen: Seen) -> list[Slice]:
+    return slices_of(json.loads((seen.result.path / "trace.json").read_text())["traceEvents"])
+
+
+def test_every_event_is_what_the_trace_event_format_asks_for(seen) -> None:
+    for event in json.loads((seen.result.path / "trace.json").read_text())["traceEvents"]:
+        assert isinstance(event["pid"], int)
+        assert isinstance(event["tid"], int)
+        assert isinstance(event["name"], str)
+        if event["ph"] == "X":
+            assert event["ts"] >= 0
+            assert event["dur"] >= 0
+        else:
+            assert event["ph"] == "M"
+            known = {"process_name", "process_labels", "process_sort_index", "thread_name", "thread_sort_index"}
+            assert event["name"] in known
+            assert event["args"]
+
+
+def test_every_process_has_its_lanes_and_every_kept_step_is_in_them(slices) -> None:
+    steps = {one.step for one in slices if one.lane == "forward"}
+    assert len(steps) == KEPT
+    assert max(steps) - min(steps) == KEPT - 1
+    lanes = dict.fromkeys(RANKS, ("step", "forward", "backward", "fetch", "push"))
+    lanes |= dict.fromkeys(OWNERS, ("decide", "norm", "update", "publish"))
+    for who, its in lanes.items():
+        for lane in its:
+            found = {one.step for one in slices if (one.who, one.lane) == (who, lane)}
+            assert steps <= found, (who, lane)
+    for who in RANKS:
+        for lane in ("forward", "backward", "fetch", "push"):
+            found = sorted(one.name for one in slices if (one.who, one.lane, one.step) == (who, lane, max(steps)))
+            assert found == sorted(UNITS), (who, lane)
+    assert {one.who for one in slices} == {*RANKS, *OWNERS}
+
+
+def found(slices: list[Slice], lane: str, step: int, *, who: str | None = None, unit: str | None = None) -> list[Slice]:
+    return [
+        one
+        for one in slices
+        if (one.lane, one.step) == (lane, step)
+        and who in (None, one.who)
+        and (unit is None or one.name.split()[0] == unit)
+    ]
+
+
+def test_causes_come_before_what_they_cause_across_processes(slices) -> None:
+    """Both directions between ranks and owners: clocks that were apart would break one of them."""
+    steps = sorted({one.step for one in slices if one.lane == "forward"})
+    for step in steps:
+        last_push = max(one.end for one in found(slices, "push", step))
+        for unit in UNITS:
+            updates = found(slices, "update", step, unit=unit)
+            assert updates
+            for who in RANKS:
+                (fetch,) = found(slices, "fetch", step, who=who, unit=unit)
+                (forward,) = found(slices, "forward", step, who=who, unit=unit)
+                (backward,) = found(slices, "backward", step, who=who, unit=unit)
+                (push,) = found(slices, "push", step, who=who, unit=unit)
+                assert fetch.start <= fetch.end <= forward.start <= forward.end
+                assert forward.end <= backward.end <= push.start <= push.end
+                for update in updates:
+                    assert last_push <= update.start <= update.end
+                for following in found(slices, "forward", step + 1, who=who, unit=unit):
+                    assert max(update.end for update in updates) <= following.start
+                    assert min(p.start for p in found(slices, "publish", step)) <= following.start
+        for who in OWNERS:
+            (decide,) = found(slices, "decide", step, who=who)
+            assert last_push <= decide.end <= min(one.start for one in found(slices, "update", step, who=who))
+
+
+def test_a_rank_is_in_one_phase_at_a_time(slices) -> None:
+    for who in RANKS:
+        phases = sorted((one for one in slices if (one.who, one.lane) == (who, "step")), key=lambda one: one.start)
+        assert {"forward", "backward", "optimizer", "data"} <= {one.name for one in phases}
+        for one, after in pairwise(phases):
+            assert one.end == pytest.approx(after.start, abs=0.01), "one follows the other"
+
+
+def test_the_command_traces_a_run_that_is_going_on(seen) -> None:
+    live = slices_of(seen.traced["traceEvents"])
+    assert {one.who for one in live} == {*RANKS, *OWNERS}
+    assert {one.step for one in live if one.lane == "update"} >= set(range(1, STEPS - 1))
+    assert re.search(r"live.json: [\d,]+ spans of 4 processes, steps 0 to \d+; open it at", seen.said)
+    assert seen.traced["otherData"]["run"] == "demo"
+
+
+def test_a_run_that_is_over_is_refused_and_its_own_trace_named(seen) -> None:
+    with pytest.raises(
+        ConfigError, match=r"run 'demo' is not running any more \(finished\); its trace is in .*trace\.json"
+    ):
+        trace_run(seen.result.path, 1.0)
+
+
+# ---- other runs
 
 
 @pytest.mark.thorough

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import ray
 
+from rayzero.cluster.driver import Result, ZeroTrainer
 from rayzero.cluster.files.metrics_log import Row, read_log
 from rayzero.cluster.files.run_record import read_record, run_status
 from rayzero.cluster.run import Report
-from rayzero.cluster.trainer import Result, ZeroTrainer
 from rayzero.config import RunConfig, ScalingConfig
 from rayzero.engine.context import get_context, report
 from rayzero.errors import ConfigError

@@ -16,7 +16,7 @@ from engine.models import seeded
 
 import rayzero
 from rayzero import ZeroConfig
-from rayzero.elastic.doors import hosts_without_owner, with_doors
+from rayzero.elastic.reform import hosts_without_owner, with_doors
 from rayzero.engine.context import RankContext
 from rayzero.layout.rescale import Rescale
 from rayzero.protocol.ownership import Ownership

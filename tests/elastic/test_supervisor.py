@@ -67,6 +67,13 @@ def test_a_successor_serves_is_connected_and_others_are_told_in_the_lives_that_t
     assert processes.take() == [("connect_peers", (owner(0, 1),), ("b0", "a1"))]
     run.take(Answered(owner(0, 1), "connect_peers"))
     assert processes.take() == [("succeed", (rank(0), rank(1, 1), owner(1)), 0, "b0")]
+    assert run.take(Answered(owner(1), "succeed")) == [], "nothing depends on it"
+    run.take(Ended(rank(0)))
+    run.take(Died(rank(0)))
+    assert processes.take() == []
+    assert run.controller.outlived == 2
+    run.take(Died(owner(1), counted=True))
+    assert run.controller.outlived == 2
 
 
 def test_a_successor_that_does_not_learn_of_the_others_is_killed_and_another_one_takes_the_place() -> None:
@@ -80,39 +87,14 @@ def test_a_successor_that_does_not_learn_of_the_others_is_killed_and_another_one
     assert processes.take() == [("start", owner(0, 2), Ownership(2))]
 
 
-def test_answers_on_which_nothing_depends_are_taken() -> None:
-    run, processes = supervised()
-    for method in ("succeed", "lose", "abandon"):
-        assert run.take(Answered(owner(0), method)) == []
-    assert processes.take() == []
-
-
-def test_a_rank_whose_loop_has_ended_is_not_started_again() -> None:
-    run, processes = supervised()
-    run.take(Ended(rank(0)))
-    run.take(Died(rank(0)))
-    assert processes.take() == []
-    assert run.controller.outlived == 0
-
-
-def test_a_death_that_is_counted_already_costs_no_failure() -> None:
-    run, processes = supervised(max_failures=1)
-    run.take(Died(owner(0)))
-    run.take(Died(owner(1), counted=True))
-    assert [done[:2] for done in processes.take()] == [("start", owner(0, 1)), ("start", owner(1, 1))]
-    assert run.controller.over is None
-
-
-def answers(run: Supervisor, processes: Listed, asked: Sequence[Any]) -> None:
-    """Answer every step that is asked, until none is."""
-    while asked:
-        ((method, there, *_), *_) = asked
+def asked_to(step: Step, run: Supervisor, processes: Listed) -> tuple[Any, ...]:
+    """Answer every step of a change until ``step`` is asked."""
+    while True:
+        ((method, there, *_),) = asked = processes.take()
+        if method is step:
+            return asked[0]
         for process in there:
-            result = Prepared(process == owner(0), 4096) if method is Step.PREPARE else None
-            run.take(Answered(process, method, result))
-        asked = [done for done in processes.take() if done[0] in list(Step)]
-        if method is Step.CHANGE:
-            return
+            run.take(Answered(process, method, Prepared(process == owner(0), 4096) if method is Step.PREPARE else None))
 
 
 def test_a_change_asks_every_step_and_later_processes_belong_to_the_next_epoch() -> None:
@@ -121,29 +103,25 @@ def test_a_change_asks_every_step_and_later_processes_belong_to_the_next_epoch()
     run.scale(Rescale.to(3, 2))
     assert processes.take() == [("join", owner(2), after, ("a0", "a1"))]
     run.take(Serves(owner(2), "a2"))
-    asked = processes.take()
-    assert asked == [(Step.HOLD, (owner(0), owner(1)))]
-    answers(run, processes, asked)
+    assert processes.done == [(Step.HOLD, (owner(0), owner(1)))]
+    for each in asked_to(Step.CHANGE, run, processes)[1]:
+        run.take(Answered(each, Step.CHANGE))
     assert run.controller.addresses == ("a0", "a1", "a2")
     assert not run.controller.changes, "what leads is told by what it prepares, and it is over"
     run.take(Died(owner(2)))
     assert processes.take() == [("start", owner(2, 1), after)]
-    run.take(Serves(owner(2, 1), "b2"))
-    run.take(Answered(owner(2, 1), "connect_peers"))
-    run.take(Died(rank(0)))
-    run.take(Serves(rank(0, 1)))
-    assert processes.take()[-1] == ("run", rank(0, 1), ("a0", "a1", "b2"), after)
 
 
-def test_owners_that_are_left_over_end_once_ranks_have_gone_over() -> None:
+def test_owners_that_are_left_over_end_once_ranks_have_gone_over_and_one_that_refuses_to_go_on_is_killed() -> None:
     run, processes = supervised()
     run.scale(Rescale.to(1, 2))
-    asked = processes.take()
-    while asked and asked[0][0] is not Step.CHANGE:
-        ((method, there, *_),) = asked
-        for process in there:
-            run.take(Answered(process, method, Prepared(True, 0) if method is Step.PREPARE else None))
-        asked = processes.take()
+    asked_to(Step.ENTER, run, processes)
+    run.take(Answered(owner(0), Step.ENTER, refused="no"))
+    assert processes.take() == [("kill", (owner(0),))]
+    run.take(Answered(owner(0), Step.ENTER))
+    run.take(Answered(owner(1), Step.ENTER))
+    (change,) = processes.take()
+    assert change[:2] == (Step.CHANGE, (rank(0), rank(1)))
     run.take(Answered(rank(0), Step.CHANGE))
     assert processes.take() == []
     run.take(Answered(rank(1), Step.CHANGE))
@@ -159,16 +137,3 @@ def test_who_refuses_before_the_next_epoch_stands_ends_the_change_and_whom_it_wa
     assert processes.take() == [("abandon", (owner(0), owner(1))), ("kill", (owner(2),))]
     run.take(Answered(owner(1), Step.HOLD))
     assert processes.take() == [("abandon", (owner(1),))], "it has only now done what it was asked"
-
-
-def test_who_refuses_after_that_is_killed() -> None:
-    run, processes = supervised()
-    run.scale(Rescale.to(1, 2))
-    asked = processes.take()
-    while asked[0][0] is not Step.ENTER:
-        ((method, there, *_),) = asked
-        for process in there:
-            run.take(Answered(process, method, Prepared(True, 0) if method is Step.PREPARE else None))
-        asked = processes.take()
-    run.take(Answered(owner(0), Step.ENTER, refused="no"))
-    assert processes.take() == [("kill", (owner(0),))]

@@ -15,7 +15,7 @@ from rayzero.engine.units import fetch as fetching
 from rayzero.engine.units.fetch import ConditionalFetch, Fetching, Waited
 from rayzero.engine.units.residency import UnitBuffer
 from rayzero.engine.units.schedule import Phase, PrefetchPace, quantile, wanted_depth
-from rayzero.memory.budget import MemoryBudget
+from rayzero.memory.pool import MemoryBudget
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,7 @@ from rayzero.engine.units.transfers import DeviceTransfers, UnitTransfers
 from rayzero.errors import UnsupportedError
 from rayzero.lanes import Direction, Event
 from rayzero.layout.model_layout import UnitLayout
-from rayzero.memory.budget import MemoryBudget
-from rayzero.memory.pool import BufferPool, buffer_bytes
+from rayzero.memory.pool import BufferPool, MemoryBudget, buffer_bytes
 from rayzero.protocol.store import ParameterStore
 from tests.mutated_lane import FOUND, MutatedLane, in_at_once, not_held, out_at_once, unchanged
 from tests.support.simulated_lane import SimulatedEvent, SimulatedLane, device_behind

@@ -23,8 +23,7 @@ from rayzero.engine.units.residency import UnitBuffer
 from rayzero.engine.units.transfers import DeviceTransfers, UnitTransfers, device_transfers, make_transfers
 from rayzero.lanes import ThreadLane
 from rayzero.layout.model_layout import UnitLayout
-from rayzero.memory.budget import MemoryBudget
-from rayzero.memory.pool import Buffer, BufferPool, buffer_bytes
+from rayzero.memory.pool import Buffer, BufferPool, MemoryBudget, buffer_bytes
 from rayzero.protocol.messages import Contribution
 from rayzero.protocol.store import ParameterStore
 from tests.cuda_driver import OURS, Driver, driver

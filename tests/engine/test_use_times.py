@@ -17,7 +17,7 @@ from rayzero.engine.units.fetch import DeviceCopy, Fetching, Waited
 from rayzero.engine.units.partition import build_layout
 from rayzero.engine.units.residency import UnitBuffer
 from rayzero.engine.units.schedule import Phase, PrefetchPace, UseTimes
-from rayzero.memory.budget import MemoryBudget
+from rayzero.memory.pool import MemoryBudget
 from rayzero.telemetry.names import (
     EXPOSED_WAIT_SECONDS,
     PREFETCH_GROUP_LATE_SECONDS,

@@ -21,7 +21,7 @@ from engine.models import Net, fit, same_bits, seeded
 
 import rayzero
 from rayzero import ZeroConfig
-from rayzero.cluster.processes.worker_groups import GroupEnded, GroupStart, WorkerGroup
+from rayzero.cluster.group_owners import GroupEnded, GroupStart, WorkerGroup
 from rayzero.engine.checkpoint.save import chosen_resume
 from rayzero.errors import ConfigError, RunFailedError, UnsupportedError
 from rayzero.integrations import ray_train

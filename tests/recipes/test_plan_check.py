@@ -31,9 +31,8 @@ from rayzero.recipes.plan_check import (
 from rayzero.recipes.planning import RecipeWork, recipe_work
 from rayzero.recipes.recipe import RecipeConfig
 from rayzero.recipes.run_log import StepRow
-from rayzero.telemetry.discovery import Target
 from rayzero.telemetry.metric import Role
-from rayzero.telemetry.scrape import Scrape, Scraped, parse_series
+from rayzero.telemetry.scrape import Scrape, Scraped, Target, parse_series
 
 FAST = Hardware(
     hosts=Hosts(gpus_each=1), device_bytes=None, host_bytes=1 << 40, shm_bytes=1 << 40, flops=1e12,

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from telemetry.web_configs import HASH, TestAuthority, written
 
-from rayzero.cluster.files.viewer_file import VIEWER_FILE, read_viewer, viewable, write_viewer
+from rayzero.cluster.files.key_files import VIEWER_FILE, read_viewer, viewable, write_key
 from rayzero.config import RunConfig, TelemetryConfig
 from rayzero.errors import ConfigError
 from rayzero.security.metrics_access import MetricsAccess
@@ -127,7 +127,7 @@ def test_the_viewer_lies_in_the_runs_folder_for_its_user_alone_while_it_runs(tmp
         assert stat.S_IMODE(os.stat(tmp_path / VIEWER_FILE).st_mode) == 0o600
         assert read_viewer(tmp_path) == viewer
         newer = MetricsAccess("demo", None).viewer
-        write_viewer(tmp_path, newer)
+        write_key(tmp_path, VIEWER_FILE, newer)
         assert stat.S_IMODE(os.stat(tmp_path / VIEWER_FILE).st_mode) == 0o600
         assert read_viewer(tmp_path) == newer
     assert list(tmp_path.iterdir()) == []

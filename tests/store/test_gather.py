@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from rayzero.concurrency.gather import Gather
+from rayzero.concurrency.futures import Gather
 
 
 def test_parts_of_a_cancelled_future_are_not_done_and_nobody_complains(caplog: pytest.LogCaptureFixture) -> None:

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from rayzero.concurrency.gather import Gather
+from rayzero.concurrency.futures import Gather
 from rayzero.protocol.messages import Contribution, FinishReport, ModelSpec, Pushed, Summand
 from rayzero.store.host.host_sums import HostSums, next_round
 from rayzero.store.host.summed_ranks import SettledUnit, SummedRanks

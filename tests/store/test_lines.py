@@ -18,7 +18,7 @@ import torch
 from forked import forked
 
 from rayzero.codecs import RAW
-from rayzero.concurrency.gather import Gather
+from rayzero.concurrency.futures import Gather
 from rayzero.errors import HandshakeError, MemoryPlanError, RayZeroError, StepMismatchError, StoreError
 from rayzero.layout.model_layout import Shard
 from rayzero.slabs.sweep import list_slabs

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rayzero.concurrency.gather import Gather
+from rayzero.concurrency.futures import Gather
 from rayzero.errors import StateLostError, StoreError
 from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.layout.rescale import Rescale

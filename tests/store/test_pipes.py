@@ -21,7 +21,7 @@ from forked import forked
 
 from rayzero.codecs import RAW
 from rayzero.concurrency.event_loop import shared_loop
-from rayzero.concurrency.gather import Gather
+from rayzero.concurrency.futures import Gather
 from rayzero.errors import RankLeftError, RayZeroError, StepMismatchError, StoreError, TransferError
 from rayzero.layout.model_layout import Shard
 from rayzero.slabs.sweep import SHARED_MEMORY, list_slabs

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from rayzero.concurrency.gather import Gather
+from rayzero.concurrency.futures import Gather
 from rayzero.errors import EpochOverError, StoreClosedError
 from rayzero.protocol.messages import COMPUTE, Contribution, Published
 from rayzero.store.host.links.channel import Caller

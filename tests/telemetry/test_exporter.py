@@ -13,10 +13,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rayzero.errors import ConfigError
 from rayzero.telemetry import http, names
-from rayzero.telemetry.discovery import Target, service_discovery
 from rayzero.telemetry.exporter import Exporter
 from rayzero.telemetry.metric import Role
 from rayzero.telemetry.recorder import MemoryRecorder, Reading
+from rayzero.telemetry.scrape import Target, service_discovery
 
 HOST = "127.0.0.1"
 

@@ -26,14 +26,13 @@ from rayzero.errors import ConfigError
 from rayzero.security.authority import LASTS
 from rayzero.security.metrics_access import MetricsAccess
 from rayzero.telemetry import http as server
-from rayzero.telemetry.discovery import Target, service_discovery
 from rayzero.telemetry.exporter import Exporter
 from rayzero.telemetry.guard import Guard, Protection
 from rayzero.telemetry.http import HANDSHAKE_S, Page
 from rayzero.telemetry.metric import Role
 from rayzero.telemetry.names import STEP
 from rayzero.telemetry.recorder import MemoryRecorder
-from rayzero.telemetry.scrape import Viewer, discover, scrape
+from rayzero.telemetry.scrape import Target, Viewer, discover, scrape, service_discovery
 from tests.support.waiting import until
 
 from .web_configs import HASH, TestAuthority, written

@@ -11,10 +11,9 @@ from rich.console import Console
 
 from rayzero.cli.top_view import render
 from rayzero.engine.step_clock import _WAITS
-from rayzero.telemetry.discovery import Target
 from rayzero.telemetry.metric import Role
 from rayzero.telemetry.picture import CAUSES, PHASES, RESULTS, Bar, Picture, _pair, draw_from, keep
-from rayzero.telemetry.scrape import Scrape, Scraped, parse_series
+from rayzero.telemetry.scrape import Scrape, Scraped, Target, parse_series
 
 NODE = "10.0.0.1"
 RANK, OWNER, COORDINATOR = Role.RANK, Role.OPTIMIZER, Role.COORDINATOR

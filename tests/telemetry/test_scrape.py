@@ -10,12 +10,11 @@ from contextlib import closing
 import pytest
 
 from rayzero.telemetry import names
-from rayzero.telemetry.discovery import Target, read_discovery, service_discovery
 from rayzero.telemetry.exporter import Exporter
 from rayzero.telemetry.http import Page
 from rayzero.telemetry.metric import Role
 from rayzero.telemetry.recorder import MemoryRecorder
-from rayzero.telemetry.scrape import discover, parse_series, scrape
+from rayzero.telemetry.scrape import Target, discover, parse_series, read_discovery, scrape, service_discovery
 
 from .strange_servers import HOST, drip, served_by
 

@@ -13,8 +13,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayzero.errors import ConfigError
-from rayzero.telemetry.stats import Freed, LayerStats, LinkStats, PrefetchStats, Stats, StrategyStats
-from rayzero.telemetry.tally import Copies, CopyTally, Durations, Tally
+from rayzero.telemetry.stats import (
+    Copies,
+    CopyTally,
+    Durations,
+    Freed,
+    LayerStats,
+    LinkStats,
+    PrefetchStats,
+    Stats,
+    StrategyStats,
+    Tally,
+)
 
 NUMBERS = st.integers(0, 1 << 30)  # as floats too: their sums are exact, so that grouping cannot show in rounding
 

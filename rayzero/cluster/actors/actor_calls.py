@@ -17,8 +17,8 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayzero.cluster.files.metrics_log import MetricsLog
-from rayzero.cluster.forks.worker_fork import TOKEN, fork_token
 from rayzero.cluster.nodes.session import answered
+from rayzero.cluster.nodes.worker_fork import TOKEN, fork_token
 from rayzero.cluster.processes.coordinator import Coordinator
 from rayzero.cluster.run import NAMESPACE, Member, coordinator_name
 from rayzero.cluster.supervision import Failure, death_of, failure_of, run_failed
@@ -30,7 +30,7 @@ _SAME_INTERPRETER = {"working_dir", "py_modules", "excludes", "env_vars", "confi
 _OF_RAYLET = r"""tr '\0' '\n' </proc/$PPID/cmdline | sed -n 's/^--python_worker_command=\([^ "]*\) .*/\1/p' | grep ."""
 _FORK = """import os, sys
 try:
-    from rayzero.cluster.forks.worker_fork import main
+    from rayzero.cluster.nodes.worker_fork import main
 except ImportError:  # as the worker will say
     os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 main()
@@ -47,7 +47,7 @@ def actor_class(of: type) -> Any:
 
 
 def forked() -> dict[str, Any]:
-    """The actor options by which the host's fork server forks an actor's process (forks/worker_fork.py); none where
+    """The actor options by which the host's fork server forks an actor's process (nodes/worker_fork.py); none where
     the job's runtime environment has another interpreter, or changes it before anything is imported."""
     if set(ray.get_runtime_context().runtime_env) - _SAME_INTERPRETER:
         return {}

@@ -21,8 +21,8 @@ from rayzero.cluster.processes.process_exporter import LOOPBACK, ExporterSetting
 from rayzero.cluster.run import Member, optimizer_name, rank_name
 from rayzero.config import TelemetryConfig
 from rayzero.protocol.ownership import Ownership
-from rayzero.telemetry.discovery import Target
 from rayzero.telemetry.metric import Role
+from rayzero.telemetry.scrape import Target
 
 log = logging.getLogger(__name__)
 

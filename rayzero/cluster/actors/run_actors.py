@@ -47,8 +47,8 @@ from rayzero.config import TelemetryConfig, ZeroConfig
 from rayzero.errors import ConfigError
 from rayzero.protocol.ownership import Ownership
 from rayzero.slabs.sweep import sweep
-from rayzero.telemetry.discovery import Target
 from rayzero.telemetry.recorder import Measurements
+from rayzero.telemetry.scrape import Target
 
 log = logging.getLogger(__name__)
 

@@ -1,10 +1,13 @@
-"""Keys that a run leaves in its folder for programs of its user alone; among them that of its followers."""
+"""Keys that a run leaves in its folder for programs of its user alone: that of its followers, and what opens its
+protected metrics."""
 
 from __future__ import annotations
 
 import functools
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,8 +15,9 @@ from typing import Any, TypeVar
 from rayzero.errors import ConfigError
 from rayzero.files import to_json
 from rayzero.records import load_record
+from rayzero.telemetry.scrape import Viewer
 
-FOLLOWER_FILE = ".follower.json"
+FOLLOWER_FILE, VIEWER_FILE = ".follower.json", ".metrics-viewer.json"
 
 _MOST_BYTES = 1 << 20
 
@@ -78,3 +82,25 @@ def _look_at_mode(path: Path, mode: int, what: str) -> None:
     """Not refused: some file systems show every file as open to all."""
     if mode & 0o077:
         log.warning("%s is %s, and its mode %o lets others read it: chmod 600 it", path, what, mode)
+
+
+@contextmanager
+def viewable(run_dir: Path, viewer: Viewer | None, follower: FollowerKey | None = None) -> Iterator[None]:
+    """A context in which the files are there, with mode 0600. None: one is not. Raises ConfigError if they cannot be
+    written."""
+    keys = {VIEWER_FILE: viewer, FOLLOWER_FILE: follower}
+    written = {name: key for name, key in keys.items() if key is not None}
+    for name, key in written.items():
+        write_key(run_dir, name, key)
+    try:
+        yield
+    finally:
+        for name in written:
+            (run_dir / name).unlink(missing_ok=True)
+
+
+def read_viewer(run_dir: Path) -> Viewer:
+    """What a run's exporters want to see; nothing if the run has written no such file. Raises ConfigError if it is
+    somebody else's or damaged."""
+    instead = "delete it, and metrics are read without a key"
+    return read_key(run_dir, VIEWER_FILE, Viewer, "a key to a run's metrics", instead) or Viewer()

@@ -11,7 +11,7 @@ import psutil
 from pydantic import ConfigDict, Field
 
 from rayzero.cluster.continuation import States
-from rayzero.cluster.run import Member, Recovery, Rescaled, RunState
+from rayzero.cluster.run import LoggerState, Member, Recovery, Rescaled, RunState
 from rayzero.errors import ConfigError
 from rayzero.records import JsonRecord, load_record
 from rayzero.slabs.hold import held_in
@@ -44,18 +44,6 @@ class TelemetryAddresses(JsonRecord):
     http_sd: str  # URL of Prometheus' service discovery
     page: str | None = None  # URL of the live page; None: a browser cannot show it
     targets: list[ExporterAddress]
-
-
-class LoggerState(JsonRecord):
-    """How far a logger is (``loggers/children.py``, ``LoggerProgress``)."""
-
-    logger: str
-    where: str | None = None
-    sent: int
-    lost: int
-    step: int
-    error: str | None = None
-    complete: bool = False
 
 
 class RunRecord(JsonRecord):

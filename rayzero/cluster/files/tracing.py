@@ -7,8 +7,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from rayzero.cluster.files.key_files import read_viewer
 from rayzero.cluster.files.run_record import run_status
-from rayzero.cluster.files.viewer_file import read_viewer
 from rayzero.cluster.run import TRACE_PATH, RunState
 from rayzero.errors import ConfigError, RunFailedError
 from rayzero.files import replace_file

@@ -1,6 +1,6 @@
 """What every logger can do: take a row's values, write out what it has, end.
 
-A reporter may be slow, raise anything and hang: it lives in a process of its own (``children.py``), and what it could
+A reporter may be slow, raise anything and hang: it lives in a process of its own (``feed.py``), and what it could
 not take is still in metrics.jsonl (``feed.py``). Each imports its package when it is made. Variables of the packages
 count: WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE, WANDB_API_KEY; MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME and those for
 its server's password.
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from rayzero.cluster.files.metrics_log import Value
-from rayzero.config.loggers import LoggerName
+from rayzero.config.choices import LoggerName
 from rayzero.files import replace_file
 
 

@@ -6,7 +6,7 @@ processes, which the kernel kills with the thread that started them.
 
 That process is Ray's first driver, which starts and ends Ray, and runs nothing. It adopts what its processes leave
 behind (it is their subreaper), so that it can end all of them, whenever that is asked for. A run's workers are forked
-by a server that it starts, too (forks/fork_server.py).
+by a server that it starts, too (fork_server.py).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from typing import Any, NoReturn
 
 import psutil
 
-from rayzero.cluster.forks import worker_fork
-from rayzero.cluster.forks.worker_fork import fork_token, make_ready, start_server
 from rayzero.cluster.interrupts import delayed, shielded
+from rayzero.cluster.nodes import worker_fork
+from rayzero.cluster.nodes.worker_fork import fork_token, make_ready, start_server
 from rayzero.concurrency.survivor import with_own_path
 from rayzero.errors import RunFailedError
 

@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from rayzero.cluster.nodes.resources import Node, ResourceGroup, ResourcePlan, Share, matches, missing_resources
 from rayzero.cluster.nodes.session import alive_nodes, free_resources, ray_answers, started_here
-from rayzero.elastic.doors import hosts_without_owner
+from rayzero.elastic.reform import hosts_without_owner
 from rayzero.errors import ConfigError
 from rayzero.protocol.ownership import Ownership
 from rayzero.quantities import count, format_bytes

@@ -23,12 +23,11 @@ from typing import NamedTuple
 import ray
 
 from rayzero.cluster.files.metrics_log import MetricsLog
-from rayzero.cluster.live.page import Known, LivePage, RunEvent
+from rayzero.cluster.processes.live_page import Known, LivePage, RunEvent
 from rayzero.cluster.processes.process_exporter import ExporterSettings, ProcessExporter, Renewed
 from rayzero.cluster.run import DISCOVERY_PATH, Member, Report, RunState
 from rayzero.concurrency.own_process import raise_open_files
 from rayzero.quantities import count
-from rayzero.telemetry.discovery import Target, service_discovery
 from rayzero.telemetry.http import Page
 from rayzero.telemetry.names import (
     ACTORS,
@@ -43,7 +42,7 @@ from rayzero.telemetry.names import (
     SHARD_IMBALANCE,
 )
 from rayzero.telemetry.recorder import MemoryRecorder, Reading
-from rayzero.telemetry.scrape import Viewer
+from rayzero.telemetry.scrape import Target, Viewer, service_discovery
 
 LATE_S = 10.0  # a process without a heartbeat for this long is late
 EVENTS_KEPT = 50  # on the live page

@@ -32,7 +32,6 @@ with uncollected():  # a process of a run does nothing else meanwhile
     from rayzero.store.owner.hosted import HostedModels
     from rayzero.store.owner.server import OwnerServer, serve_models
     from rayzero.store.shm.same_host import why_no_sharing
-    from rayzero.telemetry.discovery import Target
     from rayzero.telemetry.names import (
         HOST_BANDWIDTH_LIMIT,
         MEMORY_PRESSURE_RATIO,
@@ -43,6 +42,7 @@ with uncollected():  # a process of a run does nothing else meanwhile
         PLAN_ERROR_RATIO,
     )
     from rayzero.telemetry.recorder import Measurements, MemoryRecorder, Reading, Recorder
+    from rayzero.telemetry.scrape import Target
 
 _PLAN_STEPS = 20  # after which every page has been used
 

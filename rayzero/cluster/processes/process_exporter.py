@@ -16,7 +16,6 @@ from rayzero.memory.malloc import give_back_freed, heap_use
 from rayzero.memory.process_memory import LedgerCount, ledger_rest, node_memory, process_memory, without_model
 from rayzero.security.credentials import Credentials
 from rayzero.security.refusals import Refusals
-from rayzero.telemetry.discovery import Target
 from rayzero.telemetry.exporter import Exporter
 from rayzero.telemetry.guard import Protection
 from rayzero.telemetry.http import Page
@@ -32,7 +31,7 @@ from rayzero.telemetry.names import (
     SHM_USED_BYTES,
 )
 from rayzero.telemetry.recorder import MemoryRecorder, Reading
-from rayzero.telemetry.scrape import Viewer
+from rayzero.telemetry.scrape import Target, Viewer
 from rayzero.telemetry.spans import SpanRing
 
 LOOPBACK = "127.0.0.1"
@@ -116,7 +115,7 @@ class MemorySource:
         return sum(size for labels, size in series.items() if dict(labels)["tier"] == "ram")
 
 
-class ProcessExporter:
+class ProcessExporter(Exporter):
     """One process's exporter and, if there is a coordinator, its heartbeat."""
 
     def __init__(
@@ -133,30 +132,25 @@ class ProcessExporter:
         ``coordinator``: see ``Pulse``. Raises ConfigError if the port is not available."""
         if settings.trace:
             recorder.spans.keep()
-        all_pages = {TRACE_PATH: Page("application/json", partial(_spans, recorder.spans))} | dict(pages or {})
-        exporter = Exporter(
+        super().__init__(
             recorder,
             settings.role,
             host=settings.host,
             port=settings.port,
             who=settings.who,
-            pages=all_pages,
+            pages={TRACE_PATH: Page("application/json", partial(_spans, recorder.spans))} | dict(pages or {}),
             protection=settings.protection,
             refused=Refusals("metrics", recorder).note,
         )
         memory = MemorySource(settings.slab_dir, recorder)
         recorder.watch(memory)
         self.begin_run = memory.begin_run
-        self.target = settings.target(exporter.address)
-        self._exporter = exporter
+        self.target = settings.target(self.address)
         self._pulse = None if coordinator is None else Pulse(settings, coordinator, recorder)
-
-    def renew(self, protection: Protection) -> None:
-        self._exporter.renew(protection)
 
     def close(self) -> None:
         """Free the port, end the heartbeat. Idempotent."""
-        self._exporter.close()
+        super().close()
         if self._pulse is not None:
             self._pulse.close()
 

@@ -42,9 +42,9 @@ with uncollected():  # a process of a run does nothing else meanwhile
     from rayzero.protocol.store import ParameterStore
     from rayzero.security.credentials import Credentials, Identity, identity_of
     from rayzero.store.remote.owner_table import OwnerTable, connect_store
-    from rayzero.telemetry.discovery import Target
     from rayzero.telemetry.names import EXPOSED_WAIT_SECONDS, MAX_REPORTED, REPORTED, STEP_SECONDS, TRAIN_LOSS
     from rayzero.telemetry.recorder import Measurements, MemoryRecorder, Recorder
+    from rayzero.telemetry.scrape import Target
 
 _FLUSH_S = 30.0  # how long a finished loop waits for its last reports to be sent
 

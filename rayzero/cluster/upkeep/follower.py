@@ -13,9 +13,8 @@ import ray
 
 from rayzero.cluster.actors.actor_calls import ANSWER_S, STOP_S, control
 from rayzero.cluster.actors.run_actors import RunActors
-from rayzero.cluster.files.key_files import FOLLOWER_FILE, write_key
+from rayzero.cluster.files.key_files import FOLLOWER_FILE, VIEWER_FILE, write_key
 from rayzero.cluster.files.run_dir import StartPoint
-from rayzero.cluster.files.viewer_file import write_viewer
 from rayzero.cluster.interrupts import postponed, shielded
 from rayzero.cluster.janitor import Remains
 from rayzero.cluster.journal import Journal, RunRequest
@@ -28,10 +27,7 @@ from rayzero.cluster.upkeep.renewal import Renewal
 from rayzero.cluster.upkeep.replacement import Replacement
 from rayzero.cluster.upkeep.rescaling import Rescaling
 from rayzero.elastic.autoscaler import Bounds, History, StepWindow, given_up, look
-from rayzero.elastic.controller import (
-    Controller,
-    still_outlived,
-)
+from rayzero.elastic.controller import Controller, still_outlived
 from rayzero.elastic.members import MemberId, MemberKind
 from rayzero.elastic.requests import ScaleRequest, take
 from rayzero.elastic.supervisor import Ended
@@ -150,7 +146,7 @@ class Follower:
             scaling=request.scaling,
         )
         access, folder, of_follower = request.access, request.directory.path, actors.certificates.of_follower
-        tools = {} if access is None else {"rayzero top": lambda: write_viewer(folder, access.viewer)}
+        tools = {} if access is None else {"rayzero top": lambda: write_key(folder, VIEWER_FILE, access.viewer)}
         tools["followers"] = lambda: write_key(folder, FOLLOWER_FILE, of_follower())
         self._renewal = Renewal(actors, say=request.on_phase, others=tools)
         self._autoscaling = self._made_autoscaling(actors, request)

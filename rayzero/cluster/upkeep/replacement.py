@@ -14,8 +14,9 @@ from rayzero.cluster.run import Recovery, actor_name
 from rayzero.cluster.supervision import Failure, OneCause, death_of
 from rayzero.cluster.upkeep.ray_processes import Death, RayProcesses
 from rayzero.cluster.upkeep.rescaling import Rescaling
-from rayzero.elastic.controller import Controller, Start, Succeed, still_outlived
+from rayzero.elastic.controller import Controller, Start, still_outlived
 from rayzero.elastic.members import MemberId, MemberKind, Process
+from rayzero.elastic.reform import Call
 from rayzero.elastic.supervisor import Answered, Died, Event, Serves, Supervisor
 
 
@@ -93,12 +94,11 @@ class Replacement:
         self._note(event)
         for action in actions:
             match action:
-                case Start(member, _):
-                    self._recovering[member] = self._dead.pop(member)
-                    self._note_start(self._recovering[member])
-                case Succeed(owner, _, others):
-                    telling = {Process(other, self._controller.life(other)) for other in others}
-                    self._recovering[MemberId(MemberKind.OWNER, owner)].telling = telling
+                case Start(process):
+                    self._recovering[process.member] = self._dead.pop(process.member)
+                    self._note_start(self._recovering[process.member])
+                case Call(others, "succeed", (owner, _)):
+                    self._recovering[MemberId(MemberKind.OWNER, owner)].telling = set(others)
                 case _:  # of a change of the owners
                     pass
         self._end_recoveries()

@@ -19,9 +19,8 @@ from rayzero.config import ScalingConfig, ZeroConfig
 from rayzero.config.zero import Placement
 from rayzero.elastic import reform
 from rayzero.elastic.controller import Action, still_outlived
-from rayzero.elastic.doors import with_doors
 from rayzero.elastic.members import MemberKind
-from rayzero.elastic.reform import Step
+from rayzero.elastic.reform import Step, with_doors
 from rayzero.elastic.requests import ScaleRequest, ask, withdraw
 from rayzero.elastic.supervisor import Answered, Event, Serves, Supervisor
 from rayzero.errors import ConfigError, RunFailedError
@@ -242,7 +241,8 @@ class Rescaling:
 
     def note(self, event: Event, actions: Sequence[Action]) -> None:
         change = self._change
-        is_late = any(isinstance(action, reform.Release) for action in actions)  # of an attempt that is given up
+        # of an attempt that is given up
+        is_late = any(isinstance(action, reform.Call) and action.method == "abandon" for action in actions)
         match event:
             case Serves(process) if change is not None and process.member.kind is MemberKind.OWNER:
                 if process.member.index in change.nodes and change.up < len(change.nodes):
@@ -257,7 +257,7 @@ class Rescaling:
     def _note_actions(self, actions: Sequence[Action]) -> None:
         for action in actions:
             match action:
-                case reform.Ask(step) if self._change is not None:
+                case reform.Call(_, Step() as step) if self._change is not None:
                     self._change.began[step] = time.monotonic()
                     self._progress(f"{self._change}: {_SAID[step]}")
                 case reform.Abandon(_, _, why):

@@ -20,7 +20,7 @@ from rayzero.engine.private_torch import graph_task_id
 from rayzero.engine.step_clock import StepClock
 from rayzero.engine.units.param_unit import ParamUnit
 from rayzero.telemetry.spans import Spans
-from rayzero.telemetry.tally import Tally
+from rayzero.telemetry.stats import Tally
 
 
 class PassTimes:

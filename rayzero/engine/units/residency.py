@@ -23,8 +23,7 @@ from rayzero.engine.private_torch import owning_slice
 from rayzero.errors import ConfigError
 from rayzero.lanes import Lane, StreamUses
 from rayzero.layout.model_layout import ModelLayout, UnitLayout
-from rayzero.memory.budget import Lease, MemoryBudget
-from rayzero.memory.pool import Buffer, BufferPool, buffer_bytes
+from rayzero.memory.pool import Buffer, BufferPool, Lease, MemoryBudget, buffer_bytes
 from rayzero.protocol.store import ParameterStore
 
 Slices = tuple[torch.UntypedStorage, ...]

@@ -30,7 +30,7 @@ from rayzero.telemetry.names import (
     PREFETCH_REQUESTS,
 )
 from rayzero.telemetry.recorder import Recorder
-from rayzero.telemetry.tally import CopyTally
+from rayzero.telemetry.stats import CopyTally
 
 
 class Phase(StrEnum):

@@ -29,8 +29,7 @@ from rayzero.engine.units.residency import UnitBuffer, mapped_units
 from rayzero.lanes import CudaLane, Event, Lane, ThreadLane
 from rayzero.lanes.lane import LinkSpeed, measure_link
 from rayzero.layout.model_layout import ALIGN, UnitLayout
-from rayzero.memory.budget import Lease, MemoryBudget
-from rayzero.memory.pool import Buffer, BufferPool, buffer_bytes
+from rayzero.memory.pool import Buffer, BufferPool, Lease, MemoryBudget, buffer_bytes
 from rayzero.protocol.messages import COMPUTE, Contribution
 from rayzero.protocol.scattered import ScatteredUnit
 from rayzero.protocol.store import ParameterStore

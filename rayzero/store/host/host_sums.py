@@ -11,7 +11,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from rayzero.concurrency.gather import Gather
+from rayzero.concurrency.futures import Gather
 from rayzero.concurrency.threads import use_torch_threads
 from rayzero.errors import EpochOverError, StoreClosedError
 from rayzero.layout.model_layout import Shard, UnitLayout

@@ -19,8 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
-from rayzero.concurrency.futures import DONE, fail, settle
-from rayzero.concurrency.gather import Gather
+from rayzero.concurrency.futures import DONE, Gather, fail, settle
 from rayzero.errors import RayZeroError, StallError, StoreClosedError, TransferError
 from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.protocol.messages import Published

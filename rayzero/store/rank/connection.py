@@ -11,7 +11,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from rayzero.concurrency.gather import Gather
+from rayzero.concurrency.futures import Gather
 from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.layout.shard_map import ShardMap
 from rayzero.protocol.messages import (

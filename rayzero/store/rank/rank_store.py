@@ -18,8 +18,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from rayzero.concurrency.futures import DONE, chain, fail, failed, is_well, settle, settled, then, when_all
-from rayzero.concurrency.gather import Gather
+from rayzero.concurrency.futures import DONE, Gather, chain, fail, failed, is_well, settle, settled, then, when_all
 from rayzero.errors import EpochOverError, RayZeroError, StoreClosedError, StoreError
 from rayzero.layout.model_layout import Shard, UnitLayout, dtype_name
 from rayzero.memory.malloc import give_back_freed

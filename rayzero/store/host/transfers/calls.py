@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rayzero.codecs import Codec
 from rayzero.codecs.record import kept_bytes, read_record
-from rayzero.concurrency.gather import Gather
+from rayzero.concurrency.futures import Gather
 from rayzero.errors import TransferError
 from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.quantities import count

@@ -23,8 +23,7 @@ from torch import Tensor
 from rayzero.codecs import RAW, Codec, codec_for
 from rayzero.codecs.record import codec_of, read_record, used_bytes
 from rayzero.concurrency.backoff import backoff
-from rayzero.concurrency.futures import DONE, fail, settle, then, when_all
-from rayzero.concurrency.gather import Gather
+from rayzero.concurrency.futures import DONE, Gather, fail, settle, then, when_all
 from rayzero.errors import RayZeroError, StallError, StoreClosedError, TransferError
 from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.protocol.messages import COMPUTE, PRODUCT, STORED, Contribution

@@ -127,7 +127,7 @@ def start_server(name: str, lives_with: int, idle_s: float | None = None) -> sub
     with listener:
         listener.listen(socket.SOMAXCONN)
         idle = () if idle_s is None else (str(idle_s),)
-        module = ("-m", "rayzero.cluster.forks.fork_server", str(listener.fileno()), str(lives_with), *idle)
+        module = ("-m", "rayzero.cluster.nodes.fork_server", str(listener.fileno()), str(lives_with), *idle)
         command = [sys.executable, *module]
         # a reader of this process's output must not wait for the server's end
         none, file = subprocess.DEVNULL, listener.fileno()

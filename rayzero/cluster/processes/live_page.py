@@ -18,12 +18,11 @@ from typing import Any
 
 from rayzero.cluster.files.metrics_log import RowTail, Value, values_of
 from rayzero.files import to_json
-from rayzero.telemetry.discovery import Target
 from rayzero.telemetry.http import Page
 from rayzero.telemetry.metric import Role
 from rayzero.telemetry.names import MEMORY_BYTES
 from rayzero.telemetry.picture import PHASES, Picture, draw_from, keep
-from rayzero.telemetry.scrape import Scrape, Viewer, scrape
+from rayzero.telemetry.scrape import Scrape, Target, Viewer, scrape
 
 PAGE_PATH = "/"
 DATA_PATH = "/live.json"
@@ -198,7 +197,7 @@ class LivePage:
         self._made = b""
         self._asked = -math.inf  # monotonic seconds
         self._wanted, self._closed = threading.Event(), threading.Event()
-        html = files("rayzero.cluster.live").joinpath("page.html").read_bytes()
+        html = files("rayzero.cluster.processes").joinpath("live_page.html").read_bytes()
         self.pages: Mapping[str, Page] = {
             PAGE_PATH: Page("text/html; charset=utf-8", lambda: html),
             DATA_PATH: Page("application/json", self._answer),

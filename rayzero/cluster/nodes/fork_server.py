@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from rayzero.cluster.forks.worker_fork import LENGTH, READ_ONCE, peer_is_us
+from rayzero.cluster.nodes.worker_fork import LENGTH, READ_ONCE, peer_is_us
 from rayzero.concurrency.own_process import uncollected
 
 with uncollected():
