@@ -40,20 +40,21 @@ class _Shard:
     """What is known of one shard."""
 
     base: int  # the version before the oldest change, or the one that the shard has had since noting began
+    now: int  # the newest version that is known
     noted: Tensor | None  # where the update itself notes, all zeros before it; None: it does not
     base_sum: int | None = None  # its checksum; None: of a frozen shard that nobody has asked for
     now_sum: int | None = None  # that of the newest version
     changes: deque[Change] = field(default_factory=deque)
 
-    def since(self, have: int, had: int, version: int) -> list[Change] | None:
+    def since(self, have: int, had: int) -> list[Change] | None:
         """See ``ChangeLog.since``."""
         known = next((each.checksum for each in reversed(self.changes) if each.after <= have), self.base_sum)
-        if self.now_sum is None or have < self.base or had != known:
+        if self.now_sum is None or not self.base <= have <= self.now or had != known:
             return None
         newer = [each for each in self.changes if each.after > have]
         last = newer[-1].after if newer else have
-        if last < version:
-            newer.append(Change(before=last, after=version, form=Form.NOTHING, payload=b"", checksum=self.now_sum))
+        if last < self.now:
+            newer.append(Change(before=last, after=self.now, form=Form.NOTHING, payload=b"", checksum=self.now_sum))
         return newer
 
 
@@ -81,7 +82,6 @@ class ChangeLog:
         self._lock = threading.Lock()
         self._asked_s: float | None = None  # when somebody asked last; None: nobody follows
         self._known: dict[int, _Shard] = {}  # empty: nothing is noted
-        self._version = -1  # the newest that is noted
         self._order: deque[int] = deque()  # shards of all changes, oldest first
         self._kept = self._budget = 0  # bytes
         self._words = 0  # of all trained shards
@@ -112,10 +112,10 @@ class ChangeLog:
         if known is not None and known.now_sum is None:
             known.base_sum = known.now_sum = checksum(self._shards[shard].read(COMPUTE))
         with self._lock:
-            known, version = self._known.get(shard), self._version
-            if known is not None and version < have <= self._shards[shard].published:
+            known = self._known.get(shard)
+            if known is not None and known.now < have <= self._shards[shard].published:
                 return []  # it is noted in a moment
-            return None if known is None or have > version else known.since(have, had, version)
+            return None if known is None else known.since(have, had)
 
     def listen(self, listener: Callable[[], object]) -> None:
         """Call ``listener``, in the updater's thread, whenever ``since`` may have another answer. A version's changes
@@ -134,17 +134,17 @@ class ChangeLog:
         self._budget = min(trained, host_limits().available // 4, trained if self._room is None else max(0, self._room))
         began = {index: self._began(owned) for index, owned in self._shards.items()}
         with self._lock:
-            self._known, self._version = began, max((owned.published for owned in shards), default=-1)
+            self._known = began
         self._tell()
 
     def _began(self, owned: OwnedShard) -> _Shard:
         if not owned.trainable:
-            return _Shard(base=owned.published, noted=None)
+            return _Shard(base=owned.published, now=owned.published, noted=None)
         found, by_kernel = checksum(owned.params), self._rule.notes and owned.params.itemsize == 2
         noted = None
         if by_kernel and not owned.params.isnan().any():
             noted = torch.zeros(-(-owned.shard.numel // 8), dtype=torch.uint8, device="cpu")
-        return _Shard(base=owned.published, noted=noted, base_sum=found, now_sum=found)
+        return _Shard(base=owned.published, now=owned.published, noted=noted, base_sum=found, now_sum=found)
 
     def before(self, owned: OwnedShard) -> None:
         """A shard is about to be updated."""
@@ -174,17 +174,23 @@ class ChangeLog:
             self._begin()
         else:
             noted, self._noted = self._noted, {}
-            differ = sum(self._note(self._known[index], index, version, changed) for index, changed in noted.items())
-            self._recorder.set(CHANGED_RATIO, differ / max(1, self._words))
             with self._lock:
-                self._version = version
+                for index in self._known.keys() - noted.keys():
+                    self._known[index].now = version
             self._tell()
+            differ = 0
+            for index, changed in noted.items():  # who asks for the first ones gets them while others are packed
+                differ += self._note(self._known[index], index, version, changed)
+                self._tell()
+            self._recorder.set(CHANGED_RATIO, differ / max(1, self._words))
 
     def _note(self, known: _Shard, index: int, version: int, changed: Tensor | None) -> int:
         """Keep what an update has changed. Returns the number of words."""
         params = self._shards[index].params
         form, payload, words = encode(params, changed)
         if form is Form.NOTHING:
+            with self._lock:
+                known.now = version
             return 0
         self._recorder.add(CHANGE_BYTES, len(payload), form=form)
         if changed is not None:
@@ -193,7 +199,7 @@ class ChangeLog:
         last = known.changes[-1].after if known.changes else known.base
         with self._lock:
             known.changes.append(Change(before=last, after=version, form=form, payload=payload, checksum=found))
-            known.now_sum = found
+            known.now, known.now_sum = version, found
             self._order.append(index)
             self._kept += len(payload)
             while self._kept > self._budget:

@@ -100,6 +100,8 @@ EXPORT int32_t rz_unpack(int32_t isa, uint16_t *words, int64_t count, const uint
     if (from > end || end - from != 2 * bits_in(bitmap, from - bitmap)) return 0;
     for (int64_t i = 0; i < 8 * top; i++) {
         if (!(packed[i / 8] >> i % 8 & 1)) continue;
+        int64_t soon = i + 16 < 8 * top && packed[i / 8 + 2] >> i % 8 & 1 ? i + 16 : i; /* a row that is needed */
+        __builtin_prefetch(words + 64 * soon, 1), __builtin_prefetch(words + 64 * soon + 32, 1);
         uint64_t bits = 0;
         for (uint32_t bytes = *middle++; bytes; bytes &= bytes - 1) bits |= (uint64_t)*bitmap++ << 8 * __builtin_ctz(bytes);
         int64_t left = count - 64 * i;

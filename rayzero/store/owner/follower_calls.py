@@ -139,11 +139,11 @@ class FollowerCalls:
             return None
         since = partial(service.changes.since, wanted.shard, has, wanted.checksum)
         news, found = self._news, await self._model.compute(since)
-        if found is not None and _newest(found, has) < version:  # it is published, and noted in a moment
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_NOTED_S):
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_NOTED_S):
+                while found is not None and _newest(found, has) < version:  # it is published, and noted in a moment
                     await news.wait()
-            found = await self._model.compute(since)
+                    news, found = self._news, await self._model.compute(since)
         if found is None:
             return None
         kept = [each for each in found if each.after <= version and each.form is not Form.NOTHING]
