@@ -73,12 +73,11 @@ class ChangeLog:
         *,
         taken_over: bool = False,
         room: int | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``taken_over``: a former life of this owner may have died while it wrote the next version. ``room``: bytes of
         ``cpu_memory_budget`` that are left; None: it is not set."""
         self._shards, self._rule, self._updater, self._recorder = shards, rule, updater, recorder
-        self._torn, self._room, self._clock = taken_over, room, clock
+        self._torn, self._room, self._clock = taken_over, room, time.monotonic
         self._lock = threading.Lock()
         self._asked_s: float | None = None  # when somebody asked last; None: nobody follows
         self._known: dict[int, _Shard] = {}  # empty: nothing is noted
