@@ -72,8 +72,8 @@ from rayzero.store.wire.rpc import (
     stream_metadata,
     token_metadata,
 )
-from rayzero.store.wire.tensor_stream import Receiving, Sent
-from rayzero.store.wire.tensor_streams import Opening, OpenStream, TensorStreams
+from rayzero.store.wire.tensor_stream import Receiving, Sent, TensorStream
+from rayzero.store.wire.tensor_streams import Opening, TensorStreams
 
 TOKEN = "many ranks"
 SLOTS = 12  # parameters of a unit, as in a transformer block
@@ -241,7 +241,7 @@ class FakeRank(FakeLink):
         super().__init__(Caller.rank(rank), address, owner_map(spec, num_owners).shards_of(owner))
         self.rank, self._spec, self._num_owners, self._owner = rank, spec, num_owners, owner
         self._address = address
-        self._tensors: OpenStream | None = None  # after the first transfer. freed by: close()
+        self._tensors: TensorStream | None = None  # after the first transfer. freed by: close()
 
     async def attach(self, described: bytes, digest: str) -> None:
         """Open the link, and shake hands."""
@@ -271,7 +271,7 @@ class FakeRank(FakeLink):
         requests = [pb.LoadRequest(unit=unit.index, shards=[unit.index]) for unit in units]
         await self._upload("Load", requests, [(unit.index, torch.ones(unit.numel)) for unit in units])
 
-    async def _beside(self) -> OpenStream:
+    async def _beside(self) -> TensorStream:
         """The connection for tensors."""
         if self._tensors is None:
             asked = pb.OpenTensorStreamRequest(rank=self.rank, host=host_of(self._address))
@@ -287,7 +287,7 @@ class FakeRank(FakeLink):
 
         def send() -> None:
             for index, values in shards:
-                beside.stream.pass_all(Sent(beside.stream, index, byte_view(values).data))
+                beside.pass_all(Sent(beside, index, byte_view(values).data))
 
         await self._both(beside, send, call)
 
@@ -302,17 +302,17 @@ class FakeRank(FakeLink):
             for unit in units:
                 values = torch.empty(unit.numel, dtype=unit.dtype)
                 assembly = Assembly(unit.index, values.nbytes, byte_view(values))
-                beside.stream.pass_all(Receiving(beside.stream, assembly))
+                beside.pass_all(Receiving(beside, assembly))
                 self.received += values.nbytes
 
         await self._both(beside, receive, call)
 
-    async def _both(self, beside: OpenStream, move: Callable[[], None], call: Awaitable[Any]) -> None:
+    async def _both(self, beside: TensorStream, move: Callable[[], None], call: Awaitable[Any]) -> None:
         """Make a call and move its bytes, in a thread, which ends if the call fails."""
         try:
             await asyncio.gather(asyncio.to_thread(move), call)
         except BaseException:
-            beside.stream.abort()
+            beside.abort()
             raise
 
     async def push(self, step: int) -> None:
@@ -342,7 +342,7 @@ class FakeRank(FakeLink):
 
     async def close(self) -> None:
         if self._tensors is not None:
-            self._tensors.stream.close()
+            self._tensors.close()
         await super().close()
 
 

@@ -101,7 +101,7 @@ class OwnerFeed:
                 for answer in channel.messages(call):
                     for part in answer.parts:
                         had, held[part.shard] = held[part.shard], None
-                        found = _receive(part, beside.stream, layout, values[part.shard], had)
+                        found = _receive(part, beside, layout, values[part.shard], had)
                         held[part.shard] = instance, part.content, part.writes, part.version, found
                         if part.HasField("checksum"):
                             tally.came(change_bytes=part.size_bytes, after_s=self._since(part))

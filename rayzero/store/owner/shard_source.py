@@ -34,7 +34,14 @@ from rayzero.store.wire.rpc import (
     stream_metadata,
 )
 from rayzero.store.wire.tensor_stream import Receiving, StreamEndedError, TensorStream
-from rayzero.store.wire.tensor_streams import LET_THROUGH, Opening, TensorStreams, UnreachedPortError, failure_of
+from rayzero.store.wire.tensor_streams import (
+    LET_THROUGH,
+    Opening,
+    TensorStreams,
+    UnreachedPortError,
+    end_with,
+    failure_of,
+)
 
 log = logging.getLogger(__name__)
 
@@ -105,9 +112,9 @@ class RemoteShards:
             metadata = (*self._metadata, *stream_metadata(beside.number))
             give = methods(OWNER_SERVICE)["GiveShards"].bind(channel)
             call = give.future(request, timeout=self._timeout_s, metadata=metadata)
-            beside.end_with(call)
+            end_with(call, beside)
             try:
-                yield beside.stream
+                yield beside
             except StreamEndedError as ended:
                 failure = failure_of(call)
                 if failure is None:

@@ -76,9 +76,10 @@ class TensorStream:
 
     Knows bytes; not what they are, or who is at the other end."""
 
-    def __init__(self, connection: socket.socket, keys: StreamKeys | None) -> None:
-        """Take the connection over: closed by ``close``. ``keys``: None: chunks are not encrypted."""
-        self.connection = connection
+    def __init__(self, connection: socket.socket, keys: StreamKeys | None, number: int = 0) -> None:
+        """Take the connection over: closed by ``close``. ``keys``: None: chunks are not encrypted. ``number``: by which
+        the owner knows it, where this is its client's end."""
+        self.connection, self.number = connection, number
         self.sending = None if keys is None else ChunkCipher(keys.sending)
         self.receiving = None if keys is None else ChunkCipher(keys.receiving)
         self.sent = self.received = 0  # chunks that have a checksum, which their number is a part of

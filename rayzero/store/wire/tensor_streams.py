@@ -46,20 +46,9 @@ class Opening:
         return cls(number=answer.number, port=answer.port, ticket=answer.ticket, keys=keys)
 
 
-@dataclass(frozen=True, slots=True)
-class OpenStream:
-    """A connection, and the number by which the owner knows it."""
-
-    number: int
-    stream: TensorStream
-
-    def end_with(self, call: Any) -> None:
-        """Have it end if the call, grpc's future, fails: the thread that moves bytes gets StreamEndedError."""
-        call.add_done_callback(self._end_if_failed)
-
-    def _end_if_failed(self, call: Any) -> None:
-        if call.code() is not grpc.StatusCode.OK:
-            self.stream.abort()
+def end_with(call: Any, stream: TensorStream) -> None:
+    """Have a connection end if the call, grpc's future, fails: the thread that moves bytes gets StreamEndedError."""
+    call.add_done_callback(lambda done: None if done.code() is grpc.StatusCode.OK else stream.abort())
 
 
 def failure_of(call: Any) -> Exception | None:
@@ -118,8 +107,8 @@ class TensorStreams:
         self._host = host_of(address)
         self._ask = ask
         self._lock = threading.Lock()
-        self._idle: list[OpenStream] = []
-        self._taken: set[OpenStream] = set()
+        self._idle: list[TensorStream] = []
+        self._taken: set[TensorStream] = set()
         self._opening: set[socket.socket] = set()
         self._closed = False
 
@@ -132,11 +121,11 @@ class TensorStreams:
             for connection in self._opening:
                 _end(connection)
         for each in taken:
-            each.stream.abort()
+            each.abort()
         for each in idle:
-            each.stream.close()
+            each.close()
 
-    def take(self) -> OpenStream:
+    def take(self) -> TensorStream:
         """One that is the caller's until it gives it back or drops it. Raises StreamEndedError after ``close``,
         UnreachedPortError if none can be opened."""
         while True:
@@ -145,17 +134,17 @@ class TensorStreams:
                 if not self._idle:
                     break
                 found = self._idle.pop()
-                if found.stream.is_quiet:
+                if found.is_quiet:
                     self._taken.add(found)
                     return found
-            found.stream.close()  # the owner, or something between, has ended it
+            found.close()  # the owner, or something between, has ended it
         opening = self._ask(self._host)
-        opened = OpenStream(opening.number, self._connect(opening))
+        opened = self._connect(opening)
         with self._lock:
             if not self._closed:
                 self._taken.add(opened)
                 return opened
-        opened.stream.close()
+        opened.close()
         raise StreamEndedError("the link was closed")
 
     def _require_open(self) -> None:
@@ -190,7 +179,7 @@ class TensorStreams:
                 connection.sendall(opening.ticket)
                 if connection.recv(1) != WELCOME:
                     raise ConnectionError("the owner ended it")
-            return TensorStream(connection, opening.keys)
+            return TensorStream(connection, opening.keys, opening.number)
         except BaseException:
             connection.close()
             raise
@@ -207,18 +196,18 @@ class TensorStreams:
             with self._lock:
                 self._opening.discard(connection)
 
-    def give_back(self, used: OpenStream) -> None:
+    def give_back(self, used: TensorStream) -> None:
         """Another transfer may have it."""
         with self._lock:
             self._taken.discard(used)
             if not self._closed:
                 self._idle.append(used)
                 return
-        used.stream.close()
+        used.close()
 
-    def drop(self, used: OpenStream) -> None:
+    def drop(self, used: TensorStream) -> None:
         """End it: nobody knows how far it is."""
         with self._lock:
             self._taken.discard(used)
-        used.stream.abort()
-        used.stream.close()
+        used.abort()
+        used.close()

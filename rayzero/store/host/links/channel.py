@@ -29,13 +29,13 @@ from rayzero.store.wire.rpc import (
     open_channel,
     stream_metadata,
 )
-from rayzero.store.wire.tensor_stream import StreamEndedError
+from rayzero.store.wire.tensor_stream import StreamEndedError, TensorStream
 from rayzero.store.wire.tensor_streams import (
     LET_THROUGH,
     Opening,
-    OpenStream,
     TensorStreams,
     UnreachedPortError,
+    end_with,
     failure_of,
 )
 
@@ -119,17 +119,19 @@ class Channel:
         asked = pb.NoticesRequest(ranks=awaited, **caller.signature)
         self.notices: Any = self._begin(self._calls["Notices"], asked, None, None)
 
-    def start(self, method: str, request: Any, timeout_s: float, beside: OpenStream | None = None) -> Any:
+    def start(self, method: str, request: Any, timeout_s: float, beside: TensorStream | None = None) -> Any:
         """Start a call that has one answer: ``request`` is a message, or an iterator of messages, which grpc draws in
         its own thread. Returns grpc's future. ``beside``: has the call's bytes, and ends if the call fails. Raises
         BrokenLinkError if the channel is closed."""
         return self._begin(self._calls[method].future, request, timeout_s, beside)
 
-    def stream(self, method: str, request: Any, timeout_s: float, beside: OpenStream) -> Any:
+    def stream(self, method: str, request: Any, timeout_s: float, beside: TensorStream) -> Any:
         """Start a call that has several answers (``messages``); as ``start`` otherwise."""
         return self._begin(self._calls[method], request, timeout_s, beside)
 
-    def _begin(self, call: Callable[..., Any], request: Any, timeout_s: float | None, beside: OpenStream | None) -> Any:
+    def _begin(
+        self, call: Callable[..., Any], request: Any, timeout_s: float | None, beside: TensorStream | None
+    ) -> Any:
         numbered = () if beside is None else stream_metadata(beside.number)
         try:
             begun = call(request, timeout=timeout_s, metadata=(*self._metadata, *numbered))
@@ -138,7 +140,7 @@ class Channel:
         if timeout_s is not None:
             self._deadlines[begun] = time.monotonic() + timeout_s
         if beside is not None:
-            beside.end_with(begun)
+            end_with(begun, beside)
         return begun
 
     def _expect(self, host: str) -> Opening:
@@ -147,7 +149,7 @@ class Channel:
         return Opening.of(answer, protected=self._is_protected)
 
     @contextmanager
-    def beside(self) -> Iterator[OpenStream]:
+    def beside(self) -> Iterator[TensorStream]:
         """A context with a connection for the bytes of one call. Raises NoStreamError if none can be opened,
         BrokenLinkError if the channel is closed."""
         try:

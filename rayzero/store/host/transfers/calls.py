@@ -233,7 +233,7 @@ def _upload_beside(move: Move, channel: Channel, method: str, parts: Iterator[Se
                 announced += 1
                 for shard, content in part.contents():
                     memory = byte_view(content).data
-                    beside.stream.pass_all(Sent(beside.stream, shard.index, memory, move.moved))
+                    beside.pass_all(Sent(beside, shard.index, memory, move.moved))
         except StreamEndedError as ended:
             requests.put(None)
             why = channel.why_ended(call, ended)
@@ -313,7 +313,7 @@ def _download_beside(move: Move, channel: Channel, request: pb.FetchRequest) -> 
         move.moving.add_done_callback(lambda _: call.cancel())  # which ends the connection
 
         def take(assembly: Assembly) -> None:
-            receiving = Receiving(beside.stream, assembly)
+            receiving = Receiving(beside, assembly)
             while not receiving.take_chunk():
                 if move.moving.done():  # the call may have ended long ago, with all bytes on their way
                     raise StreamEndedError("nothing comes any more")

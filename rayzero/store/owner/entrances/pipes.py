@@ -206,7 +206,7 @@ class Pipe:
                 if loop.time() + pause > until:
                     raise StoreError(f"{self._peer}: {unreached}; {LET_THROUGH}") from unreached.__cause__
             await asyncio.sleep(pause)
-        stream = OwnerStream(opened.stream, self._peer, self._pool)
+        stream = OwnerStream(opened, self._peer, self._pool)
         try:
             async with stream.transfer():
                 yield opened.number, stream
