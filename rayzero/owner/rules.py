@@ -183,11 +183,10 @@ class ClassRule(UpdateRule):
         done, stamps = self._is_done(owned, work), owned.stamps(work.version)
         assert owned.master is not None
         assert owned.class_states is not None
-        if not done:
-            with stamps.overwriting((owned.master, owned.class_states)) if stamps is not None else nullcontext():
+        kept = owned.master, owned.class_states
+        with nullcontext() if done or stamps is None else stamps.overwriting(kept):
+            if not done:
                 self._of(owned).step(work, self._sums)
-                owned.publish(owned.master)
-        else:
             owned.publish(owned.master)
         on_tile(1, 1)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.optim import _muon
 
 from rayzero.errors import UnsupportedError
@@ -38,44 +40,34 @@ def test_what_comes_out_of_a_bf16_matrix_has_the_bits_and_strides_of_the_fp32_on
     assert as_product(torch.empty(made.numel(), dtype=torch.bfloat16), shape).stride() == made.stride()
 
 
-class Own(torch.optim.Muon):
-    """Has an iteration of its own."""
+def stepping(name: str, update: Callable[[Tensor], Tensor]) -> type[torch.optim.Muon]:
+    """A class whose steps add this, made of the gradient."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self: torch.optim.Muon, closure: Any = None) -> None:
         for group in self.param_groups:
             for param in group["params"]:
-                param.add_(param.grad, alpha=-group["lr"])
+                param.add_(update(param.grad))
+
+    return type(name, (torch.optim.Muon,), {"step": step})
 
 
-class Twice(torch.optim.Muon):
-    """Iterates on what it has iterated on."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                once = _muon._zeropower_via_newtonschulz(param.grad, NEWTON["ns_coefficients"], 5, 1e-7)
-                param.add_(_muon._zeropower_via_newtonschulz(once, NEWTON["ns_coefficients"], 5, 1e-7))
+def iterated(matrix: Tensor, steps: int = 5) -> Tensor:
+    return _muon._zeropower_via_newtonschulz(matrix, NEWTON["ns_coefficients"], steps, 1e-7)
 
 
-class OtherSteps(torch.optim.Muon):
-    """Iterates otherwise than its groups say."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.add_(_muon._zeropower_via_newtonschulz(param.grad, NEWTON["ns_coefficients"], 2, 1e-7))
+OWN = stepping("Own", lambda grad: -0.02 * grad)  # an iteration of its own
+TWICE = stepping("Twice", lambda grad: iterated(iterated(grad)))
+OTHER_STEPS = stepping("OtherSteps", lambda grad: iterated(grad, 2))  # not as many as its groups say
 
 
 @pytest.mark.promise("refused", "optimizers")
 @pytest.mark.parametrize(
     ("cls", "reason"),
     [
-        (Own, r"Own with torch .* does not call torch's Newton-Schulz; set matrix_updates='owner'"),
-        (Twice, "does not call torch's Newton-Schulz once, and with the same matrix each time"),
-        (OtherSteps, "has other bits if its Newton-Schulz is computed before its step"),
+        (OWN, r"Own with torch .* does not call torch's Newton-Schulz; set matrix_updates='owner'"),
+        (TWICE, "does not call torch's Newton-Schulz once, and with the same matrix each time"),
+        (OTHER_STEPS, "has other bits if its Newton-Schulz is computed before its step"),
     ],
 )
 def test_a_class_whose_steps_would_be_others_is_refused_by_name(cls: Any, reason: str) -> None:

@@ -302,7 +302,8 @@ class _Course:
         self.first = [_draw(shape.numel(), numbers) for shape in shapes]
         params = [Parameter(value.clone().view(shape)) for value, shape in zip(self.first, shapes, strict=True)]
         other = Parameter(_draw(params[0].numel(), numbers).view(params[0].shape))
-        optimizer = make.build([_with_rate(hyper, 0.25), hyper], [[other], params])
+        slower = {"lr": hyper["lr"] * 0.25} if isinstance(hyper.get("lr"), float) else {}
+        optimizer = make.build([hyper | slower, hyper], [[other], params])
         group = optimizer.param_groups[1]
         at_first = {name: own_option(value) for name, value in options_of(group).items()}  # counters change in place
         attributes = dict(vars(optimizer))
@@ -332,7 +333,11 @@ class _Course:
             for index, (param, state) in enumerate(zip(params, states, strict=True))
         ]
         self.forms = StateForms(make, hyper)
-        self.late = "" if self.odd_state else _late(self.forms, self._shape_of, states)
+        self.late = ""  # leaves whose dtype or shape is not yet there, or another, after a parameter's first update
+        for shape, state in zip(self._shape_of, [] if self.odd_state else states, strict=False):
+            ours, now = (described(each, strides=False) for each in (self.forms.of(shape), state))
+            differing = sorted(name for name in ours.keys() | now.keys() if ours.get(name) != now.get(name))
+            self.late = self.late or ", ".join(differing)
         self.long_numbers = sorted({name for state in states for name, v in leaves(state).items() if is_long(v)})
         self.changed = sorted(name for name, value in vars(optimizer).items() if _changed(attributes.get(name), value))
         optimizer.zero_grad()
@@ -435,12 +440,6 @@ def _same(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
     )
 
 
-def _with_rate(hyper: Hyper, factor: float) -> Hyper:
-    """The options with a changed learning rate."""
-    rate = hyper.get("lr")
-    return {**hyper, "lr": rate * factor} if isinstance(rate, float) else dict(hyper)
-
-
 def _draw(numel: int, numbers: torch.Generator) -> Tensor:
     return torch.randn(numel, generator=numbers, dtype=torch.float32, device="cpu")
 
@@ -477,16 +476,6 @@ def _told(group: Hyper, at_first: Hyper, hyper: Hyper) -> Hyper:
 def _kept(param: Tensor, state: State, shape: Sequence[int], updates: int) -> dict[str, Tensor]:
     """The weights, and the states as a checkpoint keeps them."""
     return {"": param.detach().reshape(-1)} | flat_states(state, shape, param.numel(), updates)
-
-
-def _late(forms: StateForms, shapes: Sequence[Sequence[int]], states: Sequence[State]) -> str:
-    """The leaves whose dtype or shape is not yet there, or another, after a parameter's first update; "" if there are
-    none."""
-    for shape, state in zip(shapes, states, strict=True):
-        ours, now = (described(each, strides=False) for each in (forms.of(shape), state))
-        if differing := sorted(name for name in ours.keys() | now.keys() if ours.get(name) != now.get(name)):
-            return ", ".join(differing)
-    return ""
 
 
 def _changed(was: Any, now: Any) -> bool:
