@@ -43,6 +43,7 @@ from rayzero.testing import run_ranks
 
 _INSIDE = "RAYZERO_LAB_NAMESPACE"  # set in the process that has a network of its own
 _BURST = "1mb"  # of the token bucket: what passes at once after a pause
+_PATIENCE_S = 120.0  # for the follower: it may have died
 _CHUNK = 1 << 20  # bytes of a bare socket's reads
 Figures = dict[tuple[float, str], list[tuple[float, int]]]  # by Gbit/s and way: seconds and bytes, a round each
 
@@ -154,7 +155,7 @@ def take_turns(
     shapes = [value.shape for value in rayzero.full_state_dict(model).values()]
     orders.put((context.run, list(table._addresses), follower_token(reach.token), shapes))
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=0, world_size=2)
-    port = answers.get()
+    port = answers.get(timeout=_PATIENCE_S)
     step = 0
 
     def turn(way: str, rate: float) -> tuple[float, int]:
@@ -163,7 +164,7 @@ def take_turns(
         for group in optimizer.param_groups:
             group["lr"] = rate
         orders.put((way, step + 1))
-        answers.get()
+        answers.get(timeout=_PATIENCE_S)
         loss_of(model, work.batch_of(step, 0)).backward()
         optimizer.step()
         began = time.monotonic()
@@ -174,8 +175,8 @@ def take_turns(
         elif way == "gloo":
             for value in weights_of(model).values():
                 dist.broadcast(value, 0)
-        ended, came = answers.get()
-        answers.get()
+        ended, came = answers.get(timeout=_PATIENCE_S)
+        answers.get(timeout=_PATIENCE_S)
         return ended - began, came
 
     found: Figures = defaultdict(list)

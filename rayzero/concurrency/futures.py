@@ -8,10 +8,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from functools import partial
-from typing import Any, TypeVar
+from functools import partial, wraps
+from typing import Any, ParamSpec, TypeVar
+
+from rayzero.errors import RayZeroError
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 def _done() -> Future[None]:
@@ -47,6 +50,19 @@ def failed(error: BaseException) -> Future[T]:
     future: Future[T] = Future()
     future.set_exception(error)
     return future
+
+
+def future_raises(call: Callable[P, Future[T]]) -> Callable[P, Future[T]]:
+    """A call whose future has what it raises, too: a RayZeroError."""
+
+    @wraps(call)
+    def made(*args: P.args, **named: P.kwargs) -> Future[T]:
+        try:
+            return call(*args, **named)
+        except RayZeroError as error:
+            return failed(error)
+
+    return made
 
 
 def is_well(future: Future[Any]) -> bool:

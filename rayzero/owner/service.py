@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from rayzero.concurrency.futures import DONE, chain, fail, failed, settle, when_all
+from rayzero.concurrency.futures import DONE, chain, fail, future_raises, settle, when_all
 from rayzero.errors import (
     HandshakeError,
     RankLeftError,
@@ -318,17 +318,15 @@ class ShardService:
         """The shards here, in forward order; none before the first attach."""
         return list(self._shards())
 
+    @future_raises
     def read(self, shard: int, version: int, kind: str) -> Future[Tensor]:
         """The memory that holds ``kind`` of a shard at exactly ``version``: 1D, the shard's elements, padding included;
         the unit's dtype for COMPUTE, else fp32. The future waits for the version; the memory is stable until the
         reading rank's finish. States that a generic optimizer keeps itself come as a copy. Raises StoreError if the
         version is gone. PRODUCT: what the rank that asks is to multiply, for the update that makes ``version``."""
-        try:
-            if kind == PRODUCT:
-                return self._divided(shard).read(shard, version)
-            return self._publisher.read(self.shard(shard), version, kind)
-        except StoreError as exc:
-            return failed(exc)
+        if kind == PRODUCT:
+            return self._divided(shard).read(shard, version)
+        return self._publisher.read(self.shard(shard), version, kind)
 
     def content(self, shard: int) -> int:
         """The version at which the shard's published parameters last changed."""
@@ -366,13 +364,11 @@ class ShardService:
         a push only after its earlier try has ended."""
         return self.reserve_when_free(contribution, shard).result()
 
+    @future_raises
     def reserve_when_free(self, contribution: Contribution, shard: int) -> Future[Tensor | None]:
         """``reserve`` as a future, for event loops. Fails with AccumulationError for an unplanned second push of a
         16-bit unit."""
-        try:
-            return self._attached().contributions.reserve(contribution, self.shard(shard))
-        except StoreError as exc:
-            return failed(exc)
+        return self._attached().contributions.reserve(contribution, self.shard(shard))
 
     def landed(self, contribution: Contribution, shard: int, came: Tensor | None = None) -> None:
         """All bytes of a reservation are there. Adds them to the rank's sum if there is one, so do not call it on an
@@ -406,32 +402,28 @@ class ShardService:
 
     # ---- decisions
 
+    @future_raises
     def collect(self, step: int, reports: tuple[FinishReport, ...]) -> Future[NormParts]:
         """The norm parts of a step, once every push that ``reports`` count has landed. Idempotent; reports of other
         attempts replace an earlier collect."""
-        try:
-            return self._attached().contributions.collect(step, reports)
-        except StoreError as exc:
-            return failed(exc)
+        return self._attached().contributions.collect(step, reports)
 
+    @future_raises
     def apply(self, decision: Decision) -> Future[None]:
         """Act on a decision: queue the update, in forward order; done once it is queued. Idempotent by step.
 
         Fails with StepMismatchError for a later step than the open one, or for attempts other than the collected
         ones."""
-        try:
-            parts = self._attached()
-            redone = parts.contributions.when_redone(decision)
-            if redone is not None:
-                return redone
-            with self._deciding:
-                work = parts.contributions.decide(decision)
-                if work is None:
-                    return DONE
-                self._publisher.decided(parts.model.shards.values(), work.version)
-                self._updater.submit(lambda: parts.updates.run(work))
-        except StoreError as exc:
-            return failed(exc)
+        parts = self._attached()
+        redone = parts.contributions.when_redone(decision)
+        if redone is not None:
+            return redone
+        with self._deciding:
+            work = parts.contributions.decide(decision)
+            if work is None:
+                return DONE
+            self._publisher.decided(parts.model.shards.values(), work.version)
+            self._updater.submit(lambda: parts.updates.run(work))
         parts.contributions.retry()
         return DONE
 
@@ -467,16 +459,14 @@ class ShardService:
             return
         self._attached().writes.stage(self.shard(shard), version, kind, values)
 
+    @future_raises
     def write(self, number: int, write: Write) -> Future[None]:
         """Make a write whose values are staged, in the updater thread, after the decisions accepted so far.
         ``write.version`` must be the open step's. Idempotent by version and ``number``."""
-        try:
-            parts = self._attached()
-            step = parts.contributions.open_step
-            if write.version != step and parts.model.shards and not self.failed.done():
-                raise StoreError(f"optimizer {self.owner} is in step {step}, but was asked to write v{write.version}")
-        except StoreError as exc:
-            return failed(exc)
+        parts = self._attached()
+        step = parts.contributions.open_step
+        if write.version != step and parts.model.shards and not self.failed.done():
+            raise StoreError(f"optimizer {self.owner} is in step {step}, but was asked to write v{write.version}")
         return parts.writes.write(number, write)
 
     def trouble(self) -> str | None:
@@ -495,14 +485,12 @@ class ShardService:
 
     # ---- between two epochs
 
+    @future_raises
     def settled(self) -> Future[ModelSpec]:
         """Done, with the spec of what this owner has attached, once it has its first values, and every decision
         accepted so far is applied and published. From then on no total changes, so that ranks give nothing back that
         the owners of the next epoch would need: until ``go_on``, if there is none."""
-        try:
-            parts = self._attached()
-        except StoreError as exc:
-            return failed(exc)
+        parts = self._attached()
         future: Future[ModelSpec] = Future()
 
         def stand_still() -> None:

@@ -15,11 +15,9 @@ from prometheus_client.registry import Collector
 from rayzero.errors import ConfigError
 from rayzero.telemetry.guard import Guard, Protection
 from rayzero.telemetry.http import Page, PageServer, Refused, listen
-from rayzero.telemetry.metric import Kind, Metric, Role
+from rayzero.telemetry.metric import METRICS_PATH, Kind, Metric, Role
 from rayzero.telemetry.names import METRICS
 from rayzero.telemetry.recorder import Labels, MemoryRecorder
-
-METRICS_PATH = "/metrics"
 
 
 class RecorderCollector(Collector):

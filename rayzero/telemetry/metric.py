@@ -27,6 +27,7 @@ class Role(StrEnum):
 
 RANK, OPTIMIZER, COORDINATOR = Role.RANK, Role.OPTIMIZER, Role.COORDINATOR
 EVERY = tuple(Role)
+METRICS_PATH = "/metrics"  # at which a process exports them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

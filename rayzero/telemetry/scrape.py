@@ -12,11 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import SplitResult, urlsplit
 
-from prometheus_client.parser import text_string_to_metric_families
-
-from rayzero.telemetry.exporter import METRICS_PATH
 from rayzero.telemetry.guard import load_pair
-from rayzero.telemetry.metric import Metric, Role
+from rayzero.telemetry.metric import METRICS_PATH, Metric, Role
 from rayzero.telemetry.recorder import Labels
 
 _SCHEME = "__scheme__"  # Prometheus' own label for it
@@ -171,6 +168,10 @@ def read_pages(urls: Sequence[str], *, timeout_s: float, viewer: Viewer = _NOBOD
 
 def parse_series(text: str) -> Series:
     """Parse a page in Prometheus' text format. Raises ValueError if it is something else."""
+    from prometheus_client.parser import (
+        text_string_to_metric_families,  # only here: followers, which read keys, need none
+    )
+
     families = text_string_to_metric_families(text)
     try:
         samples = [sample for family in families for sample in family.samples]

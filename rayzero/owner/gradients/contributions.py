@@ -11,7 +11,7 @@ from concurrent.futures import Future
 
 from torch import Tensor
 
-from rayzero.concurrency.futures import chain, fail, failed, settle
+from rayzero.concurrency.futures import chain, fail, future_raises, settle
 from rayzero.errors import HandshakeError, StateLostError, StepMismatchError, StoreError
 from rayzero.kernels.rank_sum import summed_with
 from rayzero.owner.gradients.collection import Collection, OpenStep, check_reports
@@ -185,13 +185,11 @@ class Contributions:
                 self._step.ranks[rank] = gradients
                 del self._back[rank]
 
+    @future_raises
     def reserve(self, push: Contribution, owned: OwnedShard) -> Future[Tensor | None]:
         """See ``ShardService.reserve_when_free``."""
         future: Future[Tensor | None] = Future()
-        try:
-            self._try_reserve((push, owned, future))
-        except StoreError as exc:
-            return failed(exc)
+        self._try_reserve((push, owned, future))
         return future
 
     def _try_reserve(self, reservation: _Reservation) -> None:
@@ -397,7 +395,7 @@ class Contributions:
         for waiting in redone:
             settle(waiting, None)
         for step, reports, future in held:
-            chain(self._collect_again(step, reports), future)
+            chain(future_raises(self.collect)(step, reports), future)
         return StepWork(decision=decision, shards=shards, parts=collection.future)
 
     def when_redone(self, decision: Decision) -> Future[None] | None:
@@ -410,12 +408,6 @@ class Contributions:
             future: Future[None] = Future()
             self._redone.append(future)
             return future
-
-    def _collect_again(self, step: int, reports: tuple[FinishReport, ...]) -> Future[NormParts]:
-        try:
-            return self.collect(step, reports)
-        except StoreError as exc:
-            return failed(exc)
 
     def _counted(self, decision: Decision) -> Collection:
         """The collection whose pushes ``decision`` counts. Raises StepMismatchError if the decision came too early or

@@ -11,8 +11,8 @@ from itertools import count
 from time import monotonic
 from typing import Any, TypeVar
 
-from rayzero.concurrency.futures import fail, failed
-from rayzero.errors import RayZeroError, StallError, StoreError
+from rayzero.concurrency.futures import fail, future_raises
+from rayzero.errors import StallError, StoreError
 
 T = TypeVar("T")
 
@@ -131,7 +131,7 @@ class StallWatch:
         now = monotonic()
         with self._changed:
             due = [wait for wait in self._waits.values() if now - wait.began >= (self._poll_s or 0.0)]
-        answers = [_asked(wait, self._answer_s) for wait in due]
+        answers = [future_raises(wait.describe)(self._answer_s) for wait in due]
         futures.wait(answers, self._answer_s + 1.0)  # answers end by themselves; one second more is for a busy machine
         for wait, answer in zip(due, answers, strict=True):
             self._check(wait, answer)
@@ -158,11 +158,3 @@ class StallWatch:
     def _forget(self, number: int) -> None:
         with self._changed:
             self._waits.pop(number, None)
-
-
-def _asked(wait: _PeerWait, answer_s: float) -> Future[str]:
-    """The future of the peer's answer; failed if the peer cannot even be asked."""
-    try:
-        return wait.describe(answer_s)
-    except RayZeroError as error:
-        return failed(error)

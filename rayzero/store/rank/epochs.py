@@ -15,7 +15,7 @@ from functools import partial
 from itertools import count
 from typing import Any, TypeVar
 
-from rayzero.concurrency.futures import chain, fail, failed
+from rayzero.concurrency.futures import chain, fail, future_raises
 from rayzero.errors import EpochOverError, RayZeroError
 
 T = TypeVar("T")
@@ -77,9 +77,7 @@ class Epochs:
 
     def _made(self, call: Callable[[], Future[T]]) -> Future[T]:
         try:
-            return call()
-        except RayZeroError as error:
-            return failed(error)
+            return future_raises(call)()
         finally:
             self._end_making()
 

@@ -11,14 +11,25 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from rayzero.concurrency.futures import DONE, Gather, chain, fail, failed, is_well, settle, settled, then, when_all
+from rayzero.concurrency.futures import (
+    DONE,
+    Gather,
+    chain,
+    fail,
+    future_raises,
+    is_well,
+    settle,
+    settled,
+    then,
+    when_all,
+)
 from rayzero.errors import EpochOverError, RayZeroError, StoreClosedError, StoreError
 from rayzero.layout.model_layout import Shard, UnitLayout, dtype_name
 from rayzero.memory.malloc import give_back_freed
@@ -58,19 +69,6 @@ _CHANGE_S = 60.0  # how long the owners may be changing while a rank attaches
 T = TypeVar("T")
 P = ParamSpec("P")
 Parts = list[tuple[Transfers, list[Shard]]]
-
-
-def _failing(call: Callable[P, Future[T]]) -> Callable[P, Future[T]]:
-    """A call whose future has what it raises, too."""
-
-    @wraps(call)
-    def made(*args: P.args, **named: P.kwargs) -> Future[T]:
-        try:
-            return call(*args, **named)
-        except RayZeroError as error:
-            return failed(error)
-
-    return made
 
 
 @dataclass(frozen=True)
@@ -205,7 +203,7 @@ class RankStore:
 
     # ---- parameters
 
-    @_failing
+    @future_raises
     def load(self, unit: int, values: Tensor) -> Future[None]:
         """Send one unit's initial values; see ``ParameterStore.load``."""
         unit_layout = self._route(unit).unit
@@ -220,7 +218,7 @@ class RankStore:
 
         return self._epochs.make(load)
 
-    @_failing
+    @future_raises
     def fetch(self, unit: int, version: int, kind: str, out: Tensor) -> Future[None]:
         """Fill ``out``; see ``ParameterStore.fetch``."""
         route, version = self._route(unit), max(version, self._decided)
@@ -236,7 +234,7 @@ class RankStore:
 
         return self._epochs.make(fetch)
 
-    @_failing
+    @future_raises
     def published(self, unit: int, version: int) -> Future[int]:
         """Wait for a version; see ``ParameterStore.published``."""
         route, version = self._route(unit), max(version, self._decided)
@@ -355,7 +353,7 @@ class RankStore:
         """See ``ParameterStore.takes_scattered``."""
         return self._joined is not None and self._joined.takes_scattered
 
-    @_failing
+    @future_raises
     def push(self, contribution: Contribution, grads: Tensor | ScatteredUnit) -> Future[None]:
         """Hand over one unit's gradients; see ``ParameterStore.push``."""
         route = self._route(contribution.unit)
@@ -397,7 +395,7 @@ class RankStore:
         when_all([written], send, give_up)
         return gather.future
 
-    @_failing
+    @future_raises
     def _write_here(
         self, route: _Route, contribution: Contribution, grads: Tensor | ScatteredUnit, sent: Future[None]
     ) -> Future[None]:
@@ -441,7 +439,7 @@ class RankStore:
 
     # ---- calls to the lead
 
-    @_failing
+    @future_raises
     def write(self, unit: int, version: int, kind: str, values: Tensor) -> Future[None]:
         """Change a unit; see ``ParameterStore.write``. Rank 0 sends the bytes first."""
         route = self._route(unit)
@@ -578,7 +576,7 @@ class RankStore:
         self._require_attached()
         return self._epochs.make(lambda: settled(self.connection.kept())).result()
 
-    @_failing
+    @future_raises
     def _ask_lead(self, question: Callable[[LeadLine], Future[T]]) -> Future[T]:
         return question(self._require_attached().lead)
 

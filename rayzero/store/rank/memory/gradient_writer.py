@@ -8,9 +8,9 @@ from functools import partial
 
 from torch import Tensor
 
-from rayzero.concurrency.futures import DONE, fail, failed, is_well, settle, when_all
+from rayzero.concurrency.futures import DONE, fail, failed, future_raises, is_well, settle, when_all
 from rayzero.concurrency.threads import use_torch_threads
-from rayzero.errors import StoreClosedError, StoreError
+from rayzero.errors import StoreClosedError
 from rayzero.protocol.messages import Contribution, Pushed
 from rayzero.protocol.scattered import ScatteredUnit
 from rayzero.store.host.push_order import PushOrder
@@ -78,16 +78,14 @@ class GradientWriter:
                 continue
             self.region.give_back(unit, pushed, partial(self._note, unit))
 
+    @future_raises
     def push(self, push: Contribution, grads: Tensor | ScatteredUnit, sent: Future[None] = DONE) -> Future[None]:
         """Write a push once its range is free; one that need not wait is written before this returns.
 
         ``grads``: 1D, unit.numel elements, the unit's dtype, or scattered. ``sent``: done, never failed, when no sender
         reads ``grads`` any more. The future raises StoreClosedError for a push that still waits at ``close``."""
-        try:
-            if self.region.is_stale(push):  # what a repeat would wait for may be long gone
-                return DONE
-        except StoreError as exc:
-            return failed(exc)
+        if self.region.is_stale(push):  # what a repeat would wait for may be long gone
+            return DONE
         turn, free = self._order.turn(0, push), self._when_free(push)
         if is_well(turn) and is_well(free) and self._when_sent(push).done():
             error = self._write(push, grads, sent)
