@@ -67,7 +67,7 @@ def stepper(width: int, rows: int) -> Step:
 
 class Turned:
     """A recorder that tells another what it is told, and may be turned to a third; at no further call. So do its spans,
-    which whoever measures keeps. Sources are the kept one's: they are asked when somebody looks."""
+    which the caller keeps. Sources are the kept one's: they are asked when somebody looks."""
 
     def __init__(self, kept: MemoryRecorder) -> None:
         self.watch, self.spans = kept.watch, TurnedSpans()

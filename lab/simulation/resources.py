@@ -71,8 +71,8 @@ class Resources:
     # ---- what is done once for a host
 
     def share(self, ranks: RankGroup, way: str) -> float:
-        """Of a part that each rank of a host needs, or has a gradient of, how much one rank moves: ranks that run in
-        step claim parts in turn, and whoever is the last of a fixed group to have a gradient sends their sum."""
+        """Of a part that each rank of a host needs, or has a gradient of, how much is counted for one rank: what
+        the host's door moves for all of them is spread evenly."""
         if way == "fetch":
             return 1 / ranks.each if self.options.fetch_once_per_host else 1.0
         return self.sums(ranks) / ranks.each if self.options.push_once_per_host else 1.0
@@ -99,7 +99,7 @@ class Resources:
         return options.fetch_once_per_host or options.push_once_per_host or options.ask_once_per_host
 
     def add_up(self, ranks: RankGroup, elements: int, itemsize: int) -> Load:
-        """For each sum of a host, one of its ranks adds up gradients and writes an fp32 one."""
+        """For each sum of a host, its door adds up gradients and writes an fp32 one."""
         read, written = ranks.each * elements * itemsize, self.sums(ranks) * elements * _FP32
         threads = self.sums(ranks) * adding_threads(int(self.machine.cores), ranks.each, on_gpu=self.machine.gpus)
         seconds = read / threads / self.machine.host_sum_core

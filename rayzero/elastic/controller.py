@@ -14,8 +14,8 @@ epoch. One that dies before all owners have entered it is replaced when they hav
 serves, since they shake hands with all of them. A rank's loop is not begun between that point and the end.
 
 [Note: late answers] An attempt that is abandoned leaves questions open, and an owner may carry out ``Abandon`` before
-what it was asked earlier. So a member that answers late is told again, and no other attempt begins
-before all have answered or died: an answer always belongs to the only attempt that there is.
+what it was asked earlier. So a member that answers late gets ``Abandon`` once more, and no other attempt begins before
+all have answered or died: an answer always belongs to the only attempt that there is.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -156,7 +157,7 @@ class AdamUpdate:
     limit: float
 
 
-class Kernel:
+class Kernel(ABC):
     """Computes the update of a shard. An instance belongs to one thread and has its own scratch memory."""
 
     name: str
@@ -181,9 +182,9 @@ class Kernel:
         """
         self.run(AdamUpdate(memory, gradients, segments, scale, on_tile, limit))
 
+    @abstractmethod
     def run(self, update: AdamUpdate) -> None:
         """See ``update``."""
-        raise NotImplementedError
 
 
 def segments_of(

@@ -16,7 +16,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from rayzero.checkpoint.reader import CheckpointReader
 from rayzero.checkpoint.writer import discard_staging
-from rayzero.concurrency.futures import DONE, DeferringLock, fail, failed, settle, settled, when_all
+from rayzero.concurrency.futures import DONE, DeferringLock, fail, failed, future_raises, settle, settled, when_all
 from rayzero.errors import RayZeroError, StepMismatchError, StoreClosedError, StoreError
 from rayzero.lead.attempt import Attempt, CallsAhead, Hearing, Pass, attempts_of, have, open_steps, owing, writes_made
 from rayzero.lead.checkpoints import CheckpointRequest, CheckpointRequests
@@ -60,13 +60,11 @@ P = ParamSpec("P")
 def _answering(call: Callable[Concatenate[StepLead, P], Future[T]]) -> Callable[Concatenate[StepLead, P], Future[T]]:
     """A call of a rank, made under the lock: what it raises is its answer."""
 
+    @future_raises
     @wraps(call)
     def answered(lead: StepLead, /, *args: P.args, **named: P.kwargs) -> Future[T]:
-        try:
-            with lead._lock:
-                return call(lead, *args, **named)
-        except RayZeroError as error:
-            return failed(error)
+        with lead._lock:
+            return call(lead, *args, **named)
 
     return answered
 

@@ -23,7 +23,7 @@ from rayzero.quantities import count, format_bytes
 
 FP32 = 4  # bytes
 SERVED_AT_ONCE = 4  # followers on other hosts that an owner gives shards
-SERVED_BYTES = 4 << 20  # that travel to one of them together; the last shard of them may be beyond that
+SERVED_BYTES = 4 << 20  # at most this much is on its way to one of them before its last shard, which comes whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

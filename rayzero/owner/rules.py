@@ -3,6 +3,7 @@ parameters if it is element-wise, else on whole parameters in their shapes (``Mo
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -30,7 +31,7 @@ OnTile = Callable[[int, int], None]
 _ADAM_NUMBERS: Hyper = {"lr": 0.0, "betas": (0.0, 0.0), "eps": 0.0, "weight_decay": 0.0}
 
 
-class UpdateRule:
+class UpdateRule(ABC):
     """A run's optimizer, applied to one shard at a time. Only the updater thread uses it."""
 
     kernel: str  # name of the kernel, for handshakes and reports
@@ -39,36 +40,38 @@ class UpdateRule:
     notes = False  # whether an update fills ``OwnedShard.changed``
     room: Callable[[Shard], int] | None = None  # bytes of other states that a trained shard has; None: there are none
 
+    @abstractmethod
     def update(self, owned: OwnedShard, work: ShardWork, on_tile: OnTile) -> None:
         """Update master, states and published parameters; slices without contributors stay as they are."""
-        raise NotImplementedError
 
+    @abstractmethod
     def states(self, owned: OwnedShard) -> dict[str, Tensor]:
         """Kind -> 1D fp32, the shard's elements; copies of the states outside planned memory."""
-        raise NotImplementedError
 
+    @abstractmethod
     def slice_states(self, owned: OwnedShard, index: int) -> Mapping[str, Tensor | DeferredTensor]:
         """Kind -> 1D fp32 state of slice ``index``, for a checkpoint."""
-        raise NotImplementedError
 
     def own_shapes(self, owned: OwnedShard, index: int) -> Mapping[str, tuple[int, ...]]:
         """Those of these states that have another shape than the parameter, whatever it is that they have."""
         return {}
 
+    @abstractmethod
     def adopt(self, owned: OwnedShard, index: int, kinds: Collection[str]) -> None:
         """A checkpoint has states of these kinds for a slice, which may be in no group yet. ``own_shapes`` and
         ``restore`` follow; ``owned.steps`` is already restored."""
 
+    @abstractmethod
     def restore(self, owned: OwnedShard, index: int, values: dict[str, Tensor]) -> None:
         """The inverse of ``slice_states``; ``owned.steps`` is already restored."""
-        raise NotImplementedError
 
+    @abstractmethod
     def write(self, owned: OwnedShard, kind: str, values: Tensor) -> None:
         """Replace one state of a shard (``values``: 1D fp32, the shard's elements). STEP is written first and is then
         already in ``owned.steps``, because a parameter without updates has no state. Raises StoreError for an unknown
         kind."""
-        raise NotImplementedError
 
+    @abstractmethod
     def regroup(self, owned: OwnedShard) -> None:
         """``owned.groups`` has changed; states stay."""
 
@@ -135,6 +138,12 @@ class AdamRule(UpdateRule):
             keep=None if copied else lambda: self._deferred(state.copied(start, stop), 0, numel, copied=True),
             kept_bytes=packed_bytes(_name_of(state), numel),
         )
+
+    def adopt(self, owned: OwnedShard, index: int, kinds: Collection[str]) -> None:
+        """Moments are there from the start."""
+
+    def regroup(self, owned: OwnedShard) -> None:
+        """Options come with each decision."""
 
     def restore(self, owned: OwnedShard, index: int, values: dict[str, Tensor]) -> None:
         """Copy the moments back."""

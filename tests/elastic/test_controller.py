@@ -406,7 +406,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     def ask(self, step: Step, processes: tuple[Process, ...], arguments: tuple[Any, ...]) -> None:
         assert processes
-        assert set(processes) <= self.alive, "whoever is asked can answer"
+        assert set(processes) <= self.alive, "a process that is asked is alive"
         assert not set(self.asked) & {(process, step) for process in processes}, "nobody is asked twice"
         if step is HOLD:
             self.begin_attempt()

@@ -71,7 +71,7 @@ class ShardSums:
         step: OpenStep,
         on_total: TotalListener | None,
     ) -> None:
-        """``on_total``: hears of each round that is added, under the step's lock."""
+        """``on_total``: called after each round with the shard and its total's word, under the step's lock."""
         self.shards = {index: shard for index, shard in model.shards.items() if shard.trainable}
         self._world_size, self._planned = model.spec.world_size, model.spec.accumulation_steps
         self._squares, self._adder = model.square_sum, choose_adder()

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError
 
-from rayzero.concurrency.futures import fail, failed
+from rayzero.concurrency.futures import fail, future_raises
 from rayzero.errors import HandshakeError, RayZeroError, StoreError, TransferError
 from rayzero.quantities import count, format_bytes
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
@@ -121,17 +121,15 @@ def begin_questions(request: pb.AskRequest, known: Callable[[int], bool], begin:
     }
 
 
+@future_raises
 def _begin_one(method: str, kind: type[Any], question: pb.AskRequest.Question, begin: Begin) -> Future[Any]:
     try:
         asked = kind.FromString(question.request)
     except DecodeError as error:
-        return failed(TransferError(f"rank {question.rank} asks what is no {method}: {error}"))
+        raise TransferError(f"rank {question.rank} asks what is no {method}: {error}") from error
     if method != "GetDecision" and (named := (asked.report if method == "Finish" else asked).rank) != question.rank:
-        return failed(HandshakeError(f"{method} of rank {named} was sent as that of rank {question.rank}"))
-    try:
-        return begin(question.rank, question.life, asked)
-    except RayZeroError as error:
-        return failed(error)
+        raise HandshakeError(f"{method} of rank {named} was sent as that of rank {question.rank}")
+    return begin(question.rank, question.life, asked)
 
 
 def answers_to(begun: dict[int, Future[Any]]) -> list[pb.AskResponse.Answer]:
