@@ -22,7 +22,7 @@ def plan() -> tuple[int, list[OwnerPlan]]:
         model = GPT(GPTConfig(vocab_size=32_000, seq_len=2048, num_layers=32, num_heads=32, dim=4096))
     layout = build_layout(model, compute_dtype=torch.bfloat16).layout
     owners = shard_map_for(layout, OWNERS, "balanced")
-    plans = [plan_owner(layout, owners, index, RANKS, 1, own_gradients=True) for index in range(OWNERS)]
+    plans = [plan_owner(layout, owners, index, RANKS, 1, splits=True, own_gradients=True) for index in range(OWNERS)]
     return sum(param.numel() for param in model.parameters()), plans
 
 

@@ -166,7 +166,8 @@ class ZeroConfig(ZeroSetters):
     moments: Moments = "fp32"
     """How owners keep Adam's moments. "fp32": as plain PyTorch does; what RayZero calls exact needs this. "bf16" and
     "int8": in codes of 2 bytes or 1, with a scale for each 64 (kernels/moments.py): with its master the optimizer takes
-    8.1 or 6.1 bytes a parameter instead of 12, and updates move fewer bytes. For Adam and AdamW, without amsgrad."""
+    8.1 or 6.1 bytes a parameter instead of 12 (of 10 with precision="bf16", which publishes one half of a master), and
+    updates move fewer bytes. For Adam and AdamW, without amsgrad."""
 
     checkpoint_moments: CheckpointMoments = "fp32"
     """How checkpoints hold Adam's moments. "fp32": decoded, for any reader of safetensors. "kept": as owners keep them,

@@ -18,6 +18,7 @@ from rayzero.kernels.kernel import (
     check_moments,
     segments_of,
 )
+from rayzero.kernels.moments import CODED
 from rayzero.kernels.native import NativeAdder, NativeKernel, NativeSquareSum
 from rayzero.kernels.rank_sum import RankSum, SquareSum
 from rayzero.kernels.reference import ReferenceKernel
@@ -37,6 +38,7 @@ __all__ = [
     "choose_kernel",
     "choose_squares",
     "segments_of",
+    "splits_masters",
 ]
 
 KERNELS = ("auto", "native", "torch", "reference")
@@ -58,6 +60,13 @@ def choose_kernel(name: str) -> Kernel:
         if name == kind.name:
             return kind()
     raise ConfigError(f"kernel is {name!r} but must be one of {', '.join(KERNELS)}")
+
+
+def splits_masters(kernel: str, moments: str) -> bool:
+    """Whether the kernel that this name chooses here keeps masters of bf16 parameters split (split_master.py).
+    ``moments``: how they are kept."""
+    chosen = kernel == NativeKernel.name or (kernel == "auto" and native.why_not() is None)
+    return chosen and moments not in CODED
 
 
 def choose_adder() -> NativeAdder | RankSum:

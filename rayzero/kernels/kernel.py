@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from rayzero.errors import ConfigError, UnsupportedError
-from rayzero.kernels.moments import CODED, CodedMoment, Moment
+from rayzero.kernels.moments import CODED, CodedMoment
+from rayzero.kernels.split_master import Moment
 from rayzero.kernels.stamps import TileStamps
 from rayzero.layout.model_layout import ALIGN
 from rayzero.protocol.scattered import Gradient
@@ -102,7 +103,7 @@ class Segment:
 class AdamMemory:
     """One shard's tensors, all 1D with the shard's padded number of elements."""
 
-    master: Tensor  # fp32
+    master: Tensor  # fp32; for the native kernel also int16: what masters are beyond params (split_master.py)
     exp_avg: Tensor  # fp32, or codes
     exp_avg_sq: Tensor  # fp32, or codes of its root
     max_exp_avg_sq: Tensor | None  # fp32, with amsgrad

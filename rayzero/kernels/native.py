@@ -29,7 +29,7 @@ from rayzero.protocol.messages import Clamp
 from rayzero.protocol.scattered import Gradient
 from rayzero.protocol.totals import KeptTotal
 
-ABI = 13  # version of the tables below: RZ_ABI in adam.c
+ABI = 14  # version of the tables below: RZ_ABI in adam.c
 TILE = STAMP  # elements that a thread claims at once: few, so that all threads end together; a multiple of 64
 STRETCH = 1 << 24  # elements of one call into the library, after which progress is reported; a multiple of TILE
 # Elements below which waking a second thread (80-100 us on a virtual machine) costs more than it gains.
@@ -85,6 +85,7 @@ class _Memory(ctypes.Structure):
         ("undo", c_void_p),
         ("undo_entries", c_int64),
         ("changed", c_void_p),
+        ("remainders", c_void_p),
     )
 
 
@@ -436,8 +437,11 @@ def _memory_table(memory: AdamMemory, end: int, *, amsgrad: bool) -> _Memory:
     if memory.scales is not None:
         dtype = memory.exp_avg.dtype
         scales = [_address(scale, "scales", end // BLOCK, torch.float32) for scale in memory.scales]
+    split = memory.master.dtype is torch.int16
+    if split and (params is None or params.dtype is not torch.bfloat16 or memory.scales is not None):
+        raise UnsupportedError("a split master needs parameters in bf16 and moments in fp32")
     return _Memory(
-        _address(memory.master, "master", end, torch.float32),
+        None if split else _address(memory.master, "master", end, torch.float32),
         _address(memory.exp_avg, "exp_avg", end, dtype),
         _address(memory.exp_avg_sq, "exp_avg_sq", end, dtype),
         *scales,
@@ -448,6 +452,7 @@ def _memory_table(memory: AdamMemory, end: int, *, amsgrad: bool) -> _Memory:
         *((None, 0, 0) if stamps is None else (stamps.words.data_ptr(), stamps.whole, stamps.first)),
         *((None, 0) if stamps is None or stamps.undo is None else (stamps.undo.data_ptr(), len(stamps.undo))),
         None if changed is None else changed.data_ptr(),
+        _address(memory.master, "remainders", end, torch.int16) if split else None,
     )
 
 

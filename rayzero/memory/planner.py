@@ -34,7 +34,7 @@ class OwnerPlan:
     num_owners: int
     world_size: int
     params: int  # published parameters, at most, except fp32 trained units, which publish their masters
-    master: int  # fp32, of trained units and of frozen ones that the compute dtype would round
+    master: int  # of trained units, and of frozen ones that the compute dtype would round: fp32, or split
     moments: int  # optimizer states
     gradients: int  # totals and the ranks' pools, or each rank's own gradients; of all ranks, in any process
     staging: int  # of all ranks: pushes that have landed and are not yet added to earlier ones
@@ -87,6 +87,7 @@ def plan_owner(
     accumulation_steps: int,
     *,
     state_bytes: float | Callable[[Shard], int] = 8.0,
+    splits: bool = False,
     own_gradients: bool = False,
     measures_norms: bool = False,
     copies: int = 0,
@@ -94,11 +95,12 @@ def plan_owner(
 ) -> OwnerPlan:
     """Sum up what the host keeps for ``owner``'s shards.
 
-    state_bytes: of the optimizer's states, per element (8 for Adam in fp32) or of a trained shard. own_gradients: this
-    host's ranks keep their gradients themselves, so no staging is needed. measures_norms: the owner measures norms by
-    layer group (owner/updates.py). copies: ``ZeroConfig.checkpoint_copies``, of which no more is planned than masters
-    and states take. products: shards whose matrices ranks multiply."""
-    params = master = frozen = gradients = largest = of_class = changes = served = longest = 0
+    state_bytes: of the optimizer's states, per element (8 for Adam in fp32) or of a trained shard. splits: masters of
+    bf16 units are split on the host (kernels/split_master.py). own_gradients: this host's ranks keep their gradients
+    themselves, so no staging is needed. measures_norms: the owner measures norms by layer group (owner/updates.py).
+    copies: ``ZeroConfig.checkpoint_copies``, of which no more is planned than masters and states take. products: shards
+    whose matrices ranks multiply."""
+    params = master = elements = frozen = gradients = largest = of_class = changes = served = longest = 0
     on_device, mine = shard_map.on_device(owner), list[tuple[Shard, UnitLayout]]()
     for index in shard_map.shards_of(owner):
         shard = layout.shards[index]
@@ -106,19 +108,20 @@ def plan_owner(
         published, trained = kept_bytes(unit, shard), shard.numel * unit.trainable
         mine += [(shard, unit)] if unit.trainable else []
         params += 0 if unit.trainable and unit.dtype is torch.float32 and not on_device else published
-        master += trained * FP32
+        elements += trained
+        master += trained * (2 if splits and unit.dtype is torch.bfloat16 and not on_device else FP32)
         frozen += shard.numel * FP32 if unit.frozen_master else 0
         largest = max(largest, trained)
         changes += published + published // 16 if trained else 0  # and a bitmap of 16-bit words: owner/changes.py
         served, longest = served + published, max(longest, published)
         of_class += state_bytes(shard) if callable(state_bytes) and trained else 0
         gradients += trained * gradient_dtype(unit, adds_up(world_size, accumulation_steps)).itemsize
-    states = of_class if callable(state_bytes) else int(master // FP32 * state_bytes)
+    states = of_class if callable(state_bytes) else int(elements * state_bytes)
     totals = has_totals(world_size)
     if totals:
         everything = sum(unit.numel * unit.dtype.itemsize for unit in layout.units if unit.trainable)
         pools = world_size * pool_bytes(layout, accumulation_steps)
-        gradients = master + pools * gradients // max(1, everything)
+        gradients = elements * FP32 + pools * gradients // max(1, everything)
         gradients += largest * FP32 if accumulation_steps > 1 else 0  # a total, before a round is added to it
     return OwnerPlan(
         owner=owner,
@@ -132,7 +135,7 @@ def plan_owner(
         undo=undo_bytes(layout, shard_map, owner, state_bytes) if callable(state_bytes) else 0,
         norms=largest * FP32 if measures_norms else 0,
         products=product_bytes(layout, set(products) & set(shard_map.shards_of(owner)), world_size),
-        copies=min(copies, master + states),
+        copies=min(copies, elements * FP32 + states),
         followers=changes + SERVED_AT_ONCE * min(served, SERVED_BYTES + longest),
         on_device=master + states if on_device else 0,
     )

@@ -355,7 +355,10 @@ def _entries(owned: OwnedShard, rule: UpdateRule, decoded: Callable[[SlotSlice],
             "shape": list(slot.shape),
         }
         kinds: dict[str, Tensor | DeferredTensor]
-        if owned.master is not None:
+        if owned.split is not None:
+            make = partial(owned.masters, part.start, part.stop)
+            kinds = {MASTER: DeferredTensor(numel=part.numel, dtype=torch.float32, make=make)}
+        elif owned.master is not None:
             kinds = {MASTER: owned.master[part.start : part.stop]}
         elif owned.unit.is_coded:
             make = partial(decoded, part)

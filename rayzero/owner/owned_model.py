@@ -94,7 +94,12 @@ def build_model(
         check_device(plan, terms.device)
     memory = HostMemory() if maker is None else maker.make_memory(spec, rule.kernel, plan)
     device = DeviceStates(memory, terms.device, left) if on_device else None
-    shards = allocate(spec, shard_map.shards_of(owner), rule.state_kinds, memory, room=rule.room, device=device)
+    shards = allocate(
+        *(spec, shard_map.shards_of(owner), rule.state_kinds, memory),
+        room=rule.room,
+        splits=rule.splits,
+        device=device,
+    )
     former = {index: found for index in shards if (found := (device or memory).former(index)) is not None}
     version = 0
     if former:
@@ -134,6 +139,7 @@ def _plan(
         spec.world_size,
         spec.accumulation_steps,
         state_bytes=rule.room or len(rule.state_kinds) * moment_bytes(spec.moments),
+        splits=rule.splits,
         own_gradients=own_gradients,
         measures_norms=measures_norms,
         copies=spec.checkpoint_copies,

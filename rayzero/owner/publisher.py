@@ -212,7 +212,7 @@ class Publisher:
     def _answer(self, owned: OwnedShard, reads: Sequence[_Read]) -> None:
         """Settle reads. What is kept in codes, and states that the optimizer class keeps itself, are copied in the
         updater's thread."""
-        planned = {STORED if owned.unit.is_coded else COMPUTE, MASTER}
+        planned = {STORED if owned.unit.is_coded else COMPUTE} | ({MASTER} if owned.split is None else set())
         planned |= {kind for kind, state in owned.states.items() if not state.coded}
         _settle(owned, [read for read in reads if read[1] in planned], OwnedShard.read)
         others = [read for read in reads if read[1] not in planned]

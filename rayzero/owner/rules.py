@@ -13,9 +13,10 @@ from torch import Tensor
 
 from rayzero.checkpoint.tensor_file import DeferredTensor
 from rayzero.errors import StoreError
-from rayzero.kernels import AdamMemory, AdamOptions, adam_states, choose_kernel, segments_of
+from rayzero.kernels import AdamMemory, AdamOptions, adam_states, choose_kernel, segments_of, splits_masters
 from rayzero.kernels.moments import CODED, CodedMoment, packed_bytes
 from rayzero.kernels.rank_sum import RankSum
+from rayzero.kernels.split_master import Moment
 from rayzero.kernels.torch_classes.optimizer_class import OptimizerMaker
 from rayzero.kernels.torch_classes.optimizer_states import in_pieces, is_scalar, leaves
 from rayzero.kernels.torch_classes.optimizer_trial import require_owned
@@ -38,6 +39,7 @@ class UpdateRule(ABC):
     packs = ""  # how moments are kept, if checkpoints get them so (``ModelSpec.checkpoint_moments``); "": as fp32
     state_kinds: tuple[str, ...] = ()  # fp32 states with a value for each element
     notes = False  # whether an update fills ``OwnedShard.changed``
+    splits = False  # whether it keeps masters of trained bf16 units split
     room: Callable[[Shard], int] | None = None  # bytes of other states that a trained shard has; None: there are none
 
     @abstractmethod
@@ -90,6 +92,7 @@ class AdamRule(UpdateRule):
         self._decoupled = decoupled
         self._parsed: tuple[tuple[Hyper, ...], list[AdamOptions]] = ((), [])  # of the last decision
         self.kernel, self.notes = host.name, self._kernel.notes
+        self.splits = device is None and splits_masters(host.name, spec.moments)
         self.packs = spec.moments if spec.checkpoint_moments == "kept" and spec.moments in CODED else ""
         self.state_kinds = adam_states(amsgrad=any(options.amsgrad for options in self._options(spec.hyper)))
 
@@ -119,18 +122,18 @@ class AdamRule(UpdateRule):
         return {kind: owned.read(kind) for kind, state in owned.states.items() if state.coded}
 
     def slice_states(self, owned: OwnedShard, index: int) -> dict[str, Tensor | DeferredTensor]:
-        """Views of the moments; those in codes are decoded, or packed, when they are written."""
+        """Views of the moments; those that are not kept as they are read are made when they are written."""
         part = owned.slices[index]
         return {
-            kind: self._deferred(state, part.start, part.stop)
-            if isinstance(state, CodedMoment)
-            else state.read(part.start, part.stop)
+            kind: self._deferred(state, part.start, part.stop) if state.coded else state.read(part.start, part.stop)
             for kind, state in owned.states.items()
         }
 
-    def _deferred(self, state: CodedMoment, start: int, stop: int, *, copied: bool = False) -> DeferredTensor:
+    def _deferred(self, state: Moment, start: int, stop: int, *, copied: bool = False) -> DeferredTensor:
         """Elements start..stop of a moment in codes as a checkpoint gets them. ``copied``: nobody overwrites them."""
         numel = stop - start
+        if not isinstance(state, CodedMoment):
+            return DeferredTensor(numel=numel, dtype=torch.float32, make=partial(state.read, start, stop))
         return DeferredTensor(
             numel=packed_bytes(self.packs, numel) if self.packs else numel,
             dtype=torch.uint8 if self.packs else torch.float32,

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from rayzero.codecs.record import kept_bytes, read_record, used_bytes, write_record
 from rayzero.errors import StoreError
-from rayzero.kernels.moments import BLOCK, CODED, CodedMoment, Moment, PlainMoment
+from rayzero.kernels.moments import BLOCK, CODED, CodedMoment, PlainMoment
+from rayzero.kernels.split_master import Moment, SignedSquares, SplitMaster
 from rayzero.kernels.stamps import TileStamps
 from rayzero.layout.model_layout import ALIGN, Shard, SlotSlice, UnitLayout, aligned, runs
 from rayzero.owner.memory import DeviceStates, HostMemory, ShardJournal, ShardRoom, Sizes
@@ -55,7 +56,8 @@ class OwnedShard:
     slices: tuple[SlotSlice, ...]
     groups: tuple[int, ...]  # group number of each slice: [Note: group numbers] in protocol/messages.py
     params: Tensor  # 1D, unit dtype: what COMPUTE reads; of a coded unit its record, uint8
-    master: Tensor | None  # 1D fp32; the same memory as params in a trained fp32 unit on the host; frozen: may be None
+    # 1D fp32; the same memory as params in a trained fp32 unit on the host; int16 if it is split; frozen: may be None
+    master: Tensor | None
     states: dict[str, Moment]  # by kind; on a device where the master is
     class_states: Tensor | None = None  # 1D uint8: what a torch class keeps (classes/); where the master is
     total: Tensor | None = None  # 1D fp32: the ranks' gradients, added up; None: ranks' own memory is read
@@ -82,6 +84,18 @@ class OwnedShard:
     def trainable(self) -> bool:
         """True when the shard has gradients, states and a master."""
         return self.unit.trainable
+
+    @property
+    def split(self) -> SplitMaster | None:
+        """The masters, if they are kept split."""
+        if self.master is None or self.master.dtype is not torch.int16:
+            return None
+        return SplitMaster(self.master, self.params, self.states["exp_avg_sq"].tensors[0])
+
+    def masters(self, start: int, stop: int) -> Tensor:
+        """Masters start..stop, 1D fp32: the memory itself, or a copy of split ones."""
+        assert self.master is not None
+        return self.master[start:stop] if self.split is None else self.split.read(start, stop)
 
     @property
     def memory_bytes(self) -> dict[str, int]:
@@ -158,14 +172,19 @@ class OwnedShard:
 
     def widest(self) -> Tensor:
         """The memory of the values in the widest form that is kept, to be filled and then passed to ``publish``: the
-        master or the published parameters; for a record zeros beside it."""
+        master or the published parameters; for a record or split masters zeros beside them."""
+        if self.split is not None:
+            return torch.zeros(self.shard.numel, dtype=torch.float32, device="cpu")
         if self.master is not None:
             return self.master
         return torch.zeros(self.shard.numel, dtype=self.unit.dtype, device="cpu") if self.unit.is_coded else self.params
 
     def publish(self, values: Tensor) -> None:
         """Round ``values`` (1D, the shard's elements, zeros as padding) into the published parameters, if these are
-        separate memory. Raises StoreError if the unit's codec cannot hold them."""
+        separate memory; split masters become them. Raises StoreError if the unit's codec cannot hold them."""
+        if self.split is not None:
+            self.split.write(0, self.shard.numel, values)
+            return
         if not self.unit.is_coded:
             if values is not self.params:
                 self.params.copy_(values)
@@ -200,7 +219,9 @@ class OwnedShard:
         if kind == STORED and self.unit.is_coded:
             return self.params[: used_bytes(self.params)]
         state = self.states.get(kind)
-        found = self.master if kind == MASTER else None if state is None else state.read(0, self.shard.numel)
+        found = None if state is None else state.read(0, self.shard.numel)
+        if kind == MASTER and self.master is not None:
+            found = self.masters(0, self.shard.numel)
         if found is None:
             kinds = [COMPUTE, *([STORED] if self.unit.is_coded else [])]
             kinds += [*([MASTER] if self.master is not None else []), *self.states]
@@ -241,10 +262,13 @@ def allocate(
     memory: HostMemory,
     *,
     room: Callable[[Shard], int] | None = None,
+    splits: bool = False,
     device: DeviceStates | None = None,
 ) -> dict[int, OwnedShard]:
-    """Allocate the tensors of an owner's shards (ascending), one block per dtype and kind. ``kinds``, ``room``:
-    ``UpdateRule.state_kinds`` and ``room``. ``device``: where masters and moments lie; None: in ``memory``."""
+    """Allocate the tensors of an owner's shards (ascending), one block per dtype and kind.
+
+    ``kinds``, ``room``, ``splits``: ``UpdateRule.state_kinds``, and what it calls so. ``device``: where masters and
+    moments lie; None: in ``memory``."""
     kept, layout, group_of = memory if device is None else device, spec.layout, spec.group_of
     owned = [layout.shards[index] for index in shards]
     trained = [shard for shard in owned if layout.units[shard.unit].trainable]
@@ -257,10 +281,14 @@ def allocate(
     records = [[(s.index, kept_bytes(layout.units[s.unit], s)) for s in run] for run in runs(coded)]
     params |= memory.params(records, torch.uint8)
     mastered = [shard for shard in owned if layout.units[shard.unit].has_master]
+    divided = {s.index for s in trained if splits and layout.units[s.unit].dtype is torch.bfloat16}
     apart = [s for s in mastered if kept.apart or layout.units[s.unit].dtype is not torch.float32]
     master = {shard.index: params[shard.index] for shard in mastered}  # what an fp32 unit publishes is its master
-    master |= kept.state(_sizes(apart), torch.float32)
+    master |= kept.state(_sizes([s for s in apart if s.index not in divided]), torch.float32)
+    master |= kept.state(_sizes([s for s in apart if s.index in divided]), torch.int16)
     states = {kind: _moments(kind, _sizes(trained), spec.moments, kept) for kind in kinds}
+    for index in divided:
+        states["exp_avg_sq"][index] = SignedSquares(*states["exp_avg_sq"][index].tensors)
     of_class = {} if room is None else kept.state([(shard.index, room(shard)) for shard in trained], torch.uint8)
     found = {}
     for shard in owned:

@@ -136,7 +136,7 @@ def overwrite(owned: OwnedShard, rule: UpdateRule, kind: str, values: Tensor) ->
     fp32). Raises StoreError for a kind that it does not have."""
     if kind == COMPUTE and owned.master is not None and owned.master is not owned.params:
         kept = same_bits(values, owned.read(COMPUTE))
-        owned.fill(torch.where(kept, owned.master.cpu(), values.float()))
+        owned.fill(torch.where(kept, owned.masters(0, len(values)).cpu(), values.float()))
     elif kind == COMPUTE or (kind == MASTER and owned.master is not None):
         owned.fill(values)
     elif not owned.trainable:

@@ -63,14 +63,12 @@ class GroupNorms:
 
     def before(self, owned: OwnedShard) -> None:
         """Call it before a shard's update."""
-        assert owned.master is not None
-        self._scratch(owned).copy_(owned.master)
+        self._scratch(owned).copy_(owned.masters(0, owned.shard.numel))
 
     def after(self, owned: OwnedShard) -> None:
         """Call it after the shard's update."""
-        assert owned.master is not None
         change = self._scratch(owned)
-        torch.sub(owned.master.cpu(), change, out=change)
+        torch.sub(owned.masters(0, owned.shard.numel).cpu(), change, out=change)
         self._add(self._updates, owned, change)
 
     def _scratch(self, owned: OwnedShard) -> Tensor:
@@ -89,7 +87,7 @@ class GroupNorms:
         weights: _Sums = {}
         for owned in self._model.shards.values():
             if owned.master is not None:
-                self._add(weights, owned, owned.master.cpu())
+                self._add(weights, owned, owned.masters(0, owned.shard.numel).cpu())
         updates, self._updates = self._updates, {}
         self._set(GROUP_GRAD_NORM, gradients, 1 / self._model.spec.world_size)
         self._set(GROUP_UPDATE_NORM, updates, 1.0)
@@ -218,8 +216,8 @@ def _name(first: OwnedShard, *others: OwnedShard) -> str:
 def _tell_update(recorder: Recorder, owned: OwnedShard, work: ShardWork) -> None:
     of_class = 0 if owned.class_states is None else owned.class_states.nbytes
     kept = (of_class + sum(state.nbytes for state in owned.states.values())) / owned.shard.numel
-    states = 2 * (4 + kept)  # master and states, read and written
-    written = 0 if owned.params is owned.master else owned.params.itemsize
+    states = 2 * (4 + kept)  # master and states, read and written; half of a split master is what is published
+    written = owned.params.itemsize if owned.split is None and owned.params is not owned.master else 0
     updated = _elements(owned, work.contributors)
     read = {ranks: sum(work.gradients[rank].itemsize for rank in ranks) for ranks in updated}
     recorder.add(OPTIMIZER_PARAMS, updated.total())

@@ -83,19 +83,21 @@ def step_traffic(
     scaling: ScalingConfig,
     *,
     state_bytes: float,
+    splits: bool = False,
     update_work: Sequence[int] | None = None,
     product_work: Sequence[int] = (),
 ) -> StepTraffic:
     """Count one step's bytes and operations. Parameters beyond the budget are fetched in each forward and each
-    backward; what fits stays. state_bytes: of the optimizer's states, per element. update_work: see
-    protocol/products.py. product_work: what ranks multiply of each shard."""
+    backward; what fits stays. state_bytes: of the optimizer's states, per element. splits: see ``plan_owner``.
+    update_work: see protocol/products.py. product_work: what ranks multiply of each shard."""
     backwards = zero.gradient_accumulation_steps
     sizes = [buffer_bytes(unit.size_bytes) for unit in layout.units]
     trained = [unit for unit in layout.units if unit.trainable]
     beyond = max(0, sum(sizes) - zero.gpu_param_memory_budget)
     elements, gradients = sum(unit.numel for unit in trained), sum(unit.size_bytes for unit in trained)
-    published = sum(unit.size_bytes for unit in trained if unit.dtype is not torch.float32)
-    states = int(elements * 2 * (FP32 + state_bytes))  # with the master, read and written
+    unsplit = [unit for unit in trained if not (splits and unit.dtype is torch.bfloat16)]
+    published = sum(unit.size_bytes for unit in unsplit if unit.dtype is not torch.float32)
+    states = int(elements * 2 * (FP32 + state_bytes))  # with the master, one half of which a split one publishes
     ranks, pushes = scaling.num_workers, backwards if zero.offload_grads else 1
     if has_totals(ranks):  # the last round's pass reads and writes a total, which the update reads
         summed = ranks * gradients + (2 if pushes == 1 else 3) * FP32 * elements

@@ -167,15 +167,16 @@ def plan_bytes(
     hosts: Hosts,
     *,
     state_bytes: float | Callable[[Shard], int],
+    splits: bool = False,
     programs: Programs,
     measures_norms: bool = False,
     outlives_owners: bool = False,
     update_work: Sequence[int] | None = None,
     products: Collection[int] = (),
 ) -> RunBytes:
-    """Sum up a run on these hosts. state_bytes: see ``plan_owner``. update_work: by which shards are balanced, see
-    protocol/products.py. products: shards whose matrices ranks multiply. measures_norms: owners measure norms by layer
-    group. outlives_owners: an owner that dies gets a successor. The coordinator is on the first host."""
+    """Sum up a run on these hosts. state_bytes, splits: see ``plan_owner``. update_work: by which shards are
+    balanced, see protocol/products.py. products: shards whose matrices ranks multiply. measures_norms: owners measure
+    norms by layer group. outlives_owners: an owner that dies gets a successor. The coordinator is on the first host."""
     ranks = hosts_of_ranks(scaling, hosts)
     beside = device_owners(scaling.num_workers, zero.host_fraction)
     owners = hosts_of_owners(zero, scaling, hosts) + ranks[:beside]
@@ -198,6 +199,7 @@ def plan_bytes(
             scaling.num_workers,
             accumulation,
             state_bytes=state_bytes,
+            splits=splits,
             own_gradients=shares_memory(zero) and with_ranks == {owners[owner]},
             measures_norms=measures_norms,
             copies=zero.checkpoint_copies,

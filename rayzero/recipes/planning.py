@@ -16,7 +16,7 @@ from rayzero.config import ScalingConfig
 from rayzero.engine.prepare import COMPUTE_DTYPES, plan_units
 from rayzero.engine.stats import ModelParameterStats
 from rayzero.engine.units.partition import ROOT
-from rayzero.kernels import adam_states
+from rayzero.kernels import adam_states, splits_masters
 from rayzero.kernels.moments import moment_bytes
 from rayzero.layout.model_layout import ModelLayout, Shard
 from rayzero.memory.process_memory import process_memory
@@ -44,6 +44,12 @@ class RecipeWork:
     product_work: Sequence[int]  # operations of each shard that ranks multiply (matrix_updates="rank")
     work: Work
     programs: Programs
+
+    @property
+    def splits(self) -> bool:
+        """Whether owners keep masters split, if their hosts have the kernels that this one has."""
+        zero = self.recipe.zero_config
+        return self.recipe.optimizer == "adamw" and splits_masters(zero.kernel, zero.moments)
 
     def bytes_of_shard(self, shard: Shard) -> int:
         """Of the states that torch classes keep of a shard: as if all were alike."""
@@ -171,6 +177,7 @@ def recipe_bytes(work: RecipeWork, hosts: Hosts) -> RunBytes:
         recipe.scaling,
         hosts,
         state_bytes=work.state_bytes if recipe.optimizer == "adamw" else work.bytes_of_shard,
+        splits=work.splits,
         update_work=work.update_work,
         products=[shard for shard, operations in enumerate(work.product_work) if operations],
         programs=work.programs,
@@ -209,6 +216,7 @@ def _traffic(work: RecipeWork) -> StepTraffic:
         recipe.zero_config,
         recipe.scaling,
         state_bytes=work.state_bytes,
+        splits=work.splits,
         update_work=work.update_work,
         product_work=work.product_work,
     )

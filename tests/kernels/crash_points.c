@@ -5,7 +5,7 @@
  *   crash_points random KIND KILLS  two threads, killed from outside after random times
  *   crash_points round              a round that is added to a total: what was kept must bring the total back
  *
- * KIND: fp32, amsgrad, bf16 or int8 moments. UNDO 0 leaves the undo log out, which must be found, at every 16th point.
+ * KIND: fp32, amsgrad, bf16 or int8 moments; split: fp32 ones, and masters as remainders of what is published. UNDO 0 leaves the undo log out, which must be found, at every 16th point.
  * Prints "kills <n> different <n>". tests/kernels/test_crash_points.py builds this with the kernel's own source. */
 
 #define _GNU_SOURCE
@@ -39,7 +39,8 @@ typedef struct { /* all that outlives a process */
 } state;
 
 static int64_t tile, numel;
-static int kind; /* moments_dtype; NONE: fp32 with amsgrad */
+static int kind; /* moments_dtype; NONE: fp32 with amsgrad; SPLIT */
+#define SPLIT (CODES + 1)
 static int with_undo = 1;
 static float *gradients[2];
 
@@ -51,6 +52,13 @@ static float noise(uint32_t seed) {
 static void fill(state *s) {
     memset(s, 0, sizeof *s);
     for (int64_t i = 0; i < numel; i++) s->master[i] = noise(3 * i);
+    for (int64_t i = 0; i < numel && kind == SPLIT; i++) {
+        uint32_t bits = i % 3 ? bits_of(s->master[i]) : bits_of(s->master[i]) >> 16 << 16 | 0x8000; /* half-way */
+        uint32_t rest = bits - ((uint32_t)(s->params[i] = (bits + 0x7fff + (bits >> 16 & 1)) >> 16) << 16);
+        ((uint16_t *)s->largest)[i] = rest;
+        ((uint32_t *)s->moments[1])[i] = rest == 0x8000 ? 0x80000000 : 0;
+        s->master[i] = 0;
+    }
 }
 
 static int begun(const state *s, int64_t version) {
@@ -66,6 +74,7 @@ static void run(state *s, rz_team *team) {
     rz_memory memory = {s->master, s->moments[0], s->moments[1], s->scales[0], s->scales[1], kind, 0, s->params, BF16,
                         s->stamps, 0, 7, with_undo ? s->undo : 0, with_undo ? ENTRIES : 0};
     if (kind == NONE) memory.moments_dtype = F32, memory.max_exp_avg_sq = s->largest;
+    if (kind == SPLIT) memory.moments_dtype = F32, memory.master = 0, memory.remainders = (uint16_t *)s->largest;
     if (memory.moments_dtype == F32) memory.exp_avg_scale = memory.exp_avg_sq_scale = 0;
     for (int64_t version = 1 + begun(s, 2); version <= 2; version++) {
         rz_gradient both[2] = {{gradients[0], F32, 0}, {gradients[1], F32, 1}};
@@ -137,7 +146,8 @@ static void kill_rounds(state *s, state *expected, long *kills, long *different)
 }
 
 int main(int argc, char **argv) {
-    static const char *names[] = {[F32] = "fp32", [BF16] = "bf16", [FP16] = "", [NONE] = "amsgrad", [CODES] = "int8"};
+    static const char *names[] = {[F32] = "fp32", [BF16] = "bf16", [FP16] = "", [NONE] = "amsgrad", [CODES] = "int8",
+                                  [SPLIT] = "split"};
     int every = !strcmp(argv[1], "every"), rounds = !strcmp(argv[1], "round");
     long kills = 0, different = 0;
     while (!rounds && strcmp(names[kind], argv[2])) kind++;

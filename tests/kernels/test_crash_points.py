@@ -51,7 +51,7 @@ def crash_points(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return run
 
 
-@pytest.mark.parametrize("moments", ["fp32", "amsgrad", "bf16", "int8"])
+@pytest.mark.parametrize("moments", ["fp32", "amsgrad", "bf16", "int8", "split"])
 def test_a_kill_at_any_point_of_an_update_or_of_its_recovery_changes_no_bit(crash_points: Any, moments: str) -> None:
     kills, different = crash_points("every", moments, 1)
     assert kills > 5000

@@ -222,7 +222,7 @@ def test_what_a_former_life_may_have_been_writing_is_not_gone_on_from() -> None:
 
 
 def test_a_nan_that_another_has_rounded_is_compared_with_what_is_there() -> None:
-    spec = make_spec(1, dtypes=[BF16] * 3)
+    spec = make_spec(1, dtypes=[torch.float16] * 3)
     with owner_of(spec) as owner:
         for owned in owner.service._shards().values():
             owned.master[3], owned.params.view(torch.int16)[3] = torch.nan, -1

@@ -25,7 +25,7 @@
 
 /* ---- Tables (native.py has the same in ctypes; RZ_ABI changes with them) ----------------------------------------- */
 
-#define RZ_ABI 13
+#define RZ_ABI 14
 
 enum { L2 = 1, DECAY = 2, AMSGRAD = 4, FROM_GRADIENT = 8, CLAMP = 16 }; /* flags of a segment */
 
@@ -55,7 +55,7 @@ typedef struct {
 } rz_segment; /* listed by ascending offset, without overlap */
 
 typedef struct {
-    float *master;
+    float *master;        /* NULL: params and remainders are it, see [Note: split masters] */
     void *exp_avg, *exp_avg_sq; /* of moments_dtype: F32, BF16 or CODES; see [Note: coded moments] */
     float *exp_avg_scale, *exp_avg_sq_scale; /* one for each SCALED elements; NULL with F32 */
     int32_t moments_dtype;
@@ -68,6 +68,7 @@ typedef struct {
     void *undo;          /* the undo log: one entry for each thread that may write; NULL: none. See [Note: undo log] */
     int64_t undo_entries;
     uint8_t *changed; /* bit i: params[i] changes; NULL: nobody asks. See [Note: what changes] */
+    uint16_t *remainders;
 } rz_memory;
 
 #define GROUP 8     /* consecutive ranks that are summed together first */
@@ -91,6 +92,13 @@ typedef struct {
 #define LEAST_SCALE 0x03800000u /* the bits of 2^-120 */
 #define ROOT_LIMIT 0x5f800000u  /* the bits of 2^64 */
 
+/* [Note: split masters] A parameter in bf16 is its master rounded to nearest even, so 16 bits more say all of the master:
+ * as integers, master = (parameter << 16) + remainder, which is from -0x8000 to 0x8000. Only the last of these does not
+ * fit (a master half-way between two parameters, rounded down to the even one). It is kept as -0x8000, and the sign of
+ * exp_avg_sq, which has none of its own, says that it is 0x10000 more. So masters take 2 bytes in place of 4, and the
+ * update moves 26 bytes a parameter in place of 28. With a NaN the sum is a NaN, too. (Remainders of parameters in place
+ * of masters: Transformer Engine's FusedAdam, store_param_remainders, which rounds such a master up instead.) */
+
 /* [Note: undo log] What a thread overwrites must be whole again after the process is killed. So before it stores a chunk (as
  * many elements as it computes at once), it stores the old values, which it has in registers anyway, into its entry of the
  * undo log, and then where the chunk is. The log lies in memory that outlives the process, as the states do; a thread's
@@ -103,9 +111,11 @@ typedef struct {
  * Restoring twice changes nothing, so a successor may be killed, too. An entry is read only after the death of who wrote
  * it: every instruction before that has taken effect and none after it, so the compiler's order is enough. */
 #define CHUNK 64 /* the most elements of one */
+#define REMAINDERS (CHUNK / 2)
 
 typedef struct {
-    float master[CHUNK], exp_avg[CHUNK], exp_avg_sq[CHUNK], largest[CHUNK]; /* or codes, from the row's start */
+    float master[CHUNK]; /* or parameters, and remainders from REMAINDERS on */
+    float exp_avg[CHUNK], exp_avg_sq[CHUNK], largest[CHUNK]; /* or codes, from the row's start */
     float exp_avg_scale, exp_avg_sq_scale;
     int64_t count; /* elements */
 } __attribute__((aligned(64))) rz_chunk; /* whole cache lines */
@@ -119,7 +129,7 @@ typedef struct {
 
 /* [Note: what changes] For followers (rayzero/codecs/changes.py), an update of 16-bit parameters can write a bit for each
  * that says whether it changes. What a parameter was is its old master, rounded again: reading it would be two bytes more
- * from memory, and an update has 28 in all. An old NaN is rounded as if it were none, which saves a sixth of what a bit
+ * from memory, and an update has 28 in all. (A split master is read anyway, and old words are compared with new ones.) An old NaN is rounded as if it were none, which saves a sixth of what a bit
  * costs: what it makes is a NaN, too, whose bit may be set though it stays the same. Segments are multiples of 64. */
 
 /* Tests of every point at which a process may be killed define this (tests/kernels/crash_points.c). */
@@ -135,6 +145,7 @@ typedef struct {
     int64_t first; /* element of the shard */
     rz_undo *undo;
     uint8_t *changed;
+    uint16_t *remainders;
 } span;
 
 /* Store a word that a successor reads, in this order. See [Note: undo log]. */
@@ -155,7 +166,7 @@ INLINE void note_chunk(rz_undo *undo, const rz_chunk *kept, int64_t at) {
 
 INLINE span span_at(const rz_memory *memory, rz_undo *undo, int64_t at) {
     return (span){
-        memory->master + at,
+        memory->master ? memory->master + at : 0,
         (float *)memory->exp_avg + at,
         (float *)memory->exp_avg_sq + at,
         memory->max_exp_avg_sq ? memory->max_exp_avg_sq + at : 0,
@@ -164,6 +175,7 @@ INLINE span span_at(const rz_memory *memory, rz_undo *undo, int64_t at) {
         at,
         undo,
         memory->changed ? memory->changed + at / 8 : 0,
+        memory->remainders ? memory->remainders + at : 0,
     };
 }
 
@@ -249,7 +261,12 @@ typedef struct {
 /* Put back the old values of a torn chunk. */
 static void restore(const rz_memory *memory, const rz_chunk *kept, int64_t at) {
     int64_t bytes = memory->moments_dtype == F32 ? 4 : memory->moments_dtype == BF16 ? 2 : 1;
-    memcpy(memory->master + at, kept->master, 4 * kept->count);
+    if (memory->master) {
+        memcpy(memory->master + at, kept->master, 4 * kept->count);
+    } else {
+        memcpy((uint16_t *)memory->params + at, kept->master, 2 * kept->count);
+        memcpy(memory->remainders + at, kept->master + REMAINDERS, 2 * kept->count);
+    }
     CRASH_POINT();
     memcpy((char *)memory->exp_avg + bytes * at, kept->exp_avg, bytes * kept->count);
     CRASH_POINT();

@@ -15,13 +15,30 @@ typedef struct {
     V(f) master, mean, square, largest;
 } V(states);
 
-/* One vector of the update: its new states. Keeps the old ones in `kept`, from element `lane` on. */
-INLINE TARGET V(states) V(adam)(const rz_segment *s, const span *q, rz_chunk *kept, int lane, V(f) grad, int64_t at) {
-    V(f) master = V(load)(q->master + at), mean = V(load)(q->exp_avg + at), square = V(load)(q->exp_avg_sq + at);
+/* A vector of split masters. See [Note: split masters]. */
+INLINE TARGET V(f) V(joined)(const span *q, V(f) square, int64_t at) {
+    V(u) word = (V(u))V(load_bf16)((const uint16_t *)q->params + at);
+    V(u) rest = (V(u))((V(i))V(load_bf16)(q->remainders + at) >> 16);
+    return (V(f))(word + rest + ((V(u))square >> 31 << 16));
+}
+
+/* What a new master is beyond its parameter `word`, in the low halves; the sign of *square says the rest. */
+INLINE TARGET V(u) V(remainder)(V(f) master, V(u) word, V(f) *square) {
+    V(u) rest = (V(u))master - (word << 16);
+    *square = (V(f))(((V(u))*square & 0x7fffffff) | ((V(u))(rest == 0x8000) & 0x80000000));
+    return rest & 0xffff;
+}
+
+/* One vector of the update: its new states. Keeps the old ones in `kept`, from element `lane` on; not a split master. */
+INLINE TARGET V(states) V(adam)(const rz_segment *s, const span *q, rz_chunk *kept, int lane, V(f) grad, int64_t at,
+                                int split) {
+    V(f) mean = V(load)(q->exp_avg + at), square = V(load)(q->exp_avg_sq + at);
+    V(f) master = split ? V(joined)(q, square, at) : V(load)(q->master + at);
     V(f) largest = {0};
-    V(store)(kept->master + lane, master);
+    if (!split) V(store)(kept->master + lane, master);
     V(store)(kept->exp_avg + lane, mean);
     V(store)(kept->exp_avg_sq + lane, square);
+    if (split) square = (V(f))((V(u))square & 0x7fffffff);
     grad = V(mul)(grad, V(set)(s->scale));
     if (s->flags & CLAMP) grad = V(clamp)(grad, s->limit);
     if (s->flags & L2) grad = V(fma)(master, V(set)(s->weight_decay), grad);
@@ -39,14 +56,20 @@ INLINE TARGET V(states) V(adam)(const rz_segment *s, const span *q, rz_chunk *ke
     return (V(states)){master, mean, square, largest};
 }
 
-INLINE TARGET void V(store_states)(const rz_segment *s, const span *q, V(states) found, int64_t at) {
+INLINE TARGET void V(store_states)(const rz_segment *s, const span *q, V(states) found, int64_t at, int split) {
     V(store)(q->exp_avg + at, found.mean);
     CRASH_POINT();
     V(store)(q->exp_avg_sq + at, found.square);
     if (s->flags & AMSGRAD) V(store)(q->largest + at, found.largest);
     CRASH_POINT();
-    V(store)(q->master + at, found.master);
+    if (!split) V(store)(q->master + at, found.master);
     CRASH_POINT();
+}
+
+/* Write into `changed` which words of a pair are others than they were. */
+INLINE TARGET void V(note_changes)(uint8_t *changed, V(w) before, V(w) words) {
+    uint32_t bits = V(differ)(before, words);
+    memcpy(changed, &bits, PAIR / 8);
 }
 
 /* Publish a pair as 16-bit words. With `noting`, write into `changed` which of them are others than what the old masters
@@ -58,31 +81,47 @@ INLINE TARGET void V(publish_words)(char *out, int dtype, int stream, V(f) low, 
     if (!noting) return;
     low = V(load)(was), high = V(load)(was + WIDTH);
     V(w) before = dtype == BF16 ? V(pack)(V(near_bf16)(low), V(near_bf16)(high)) : V(to_fp16)(low, high);
-    uint32_t bits = V(differ)(before, words);
-    memcpy(changed, &bits, PAIR / 8);
+    V(note_changes)(changed, before, words);
 }
 
-/* `count` elements, a multiple of PAIR; dtype, out and noting are constants where this is called, stream mostly. */
+/* `count` elements, a multiple of PAIR; dtype, out, noting and split are constants where this is called, stream mostly. */
 INLINE TARGET void V(turns)(const rz_segment *s, const span *q, const void *grads, int64_t count, int dtype, int out,
-                            int stream, int noting) {
+                            int stream, int noting, int split) {
     const rz_segment constants = *s; /* copies: no store can change them */
     const span to = *q;
     rz_chunk *kept = spare_chunk(to.undo), *next = &to.undo->chunks[kept == to.undo->chunks];
     for (int64_t at = 0; at < count; at += PAIR) {
         ask_ahead(from(grads, dtype, at), PAIR * size_of(dtype), AHEAD / 2);
-        ask_ahead(to.master + at, PAIR * 4, AHEAD);
+        if (split) ask_ahead(to.params + 2 * at, PAIR * 2, AHEAD / 2), ask_ahead(to.remainders + at, PAIR * 2, AHEAD / 2);
+        else ask_ahead(to.master + at, PAIR * 4, AHEAD);
         ask_ahead(to.exp_avg + at, PAIR * 4, AHEAD);
         ask_ahead(to.exp_avg_sq + at, PAIR * 4, AHEAD);
-        V(states) low = V(adam)(&constants, &to, kept, 0, V(gradient)(grads, dtype, at), at);
+        V(states) low = V(adam)(&constants, &to, kept, 0, V(gradient)(grads, dtype, at), at, split);
         CRASH_POINT();
-        V(states) high = V(adam)(&constants, &to, kept, WIDTH, V(gradient)(grads, dtype, at + WIDTH), at + WIDTH);
+        V(states) high = V(adam)(&constants, &to, kept, WIDTH, V(gradient)(grads, dtype, at + WIDTH), at + WIDTH, split);
+        V(w) before, words = {0}, rests = {0};
+        if (split) {
+            memcpy(&before, to.params + 2 * at, sizeof before);
+            memcpy(kept->master, &before, sizeof before);
+            memcpy(kept->master + REMAINDERS, to.remainders + at, 2 * PAIR);
+            V(u) first = V(to_bf16)(low.master), second = V(to_bf16)(high.master);
+            words = V(pack)(first, second);
+            rests = V(pack)(V(remainder)(low.master, first, &low.square), V(remainder)(high.master, second, &high.square));
+        }
         kept->count = PAIR;
         note_chunk(to.undo, kept, to.first + at);
-        V(store_states)(&constants, &to, low, at);
-        V(store_states)(&constants, &to, high, at + WIDTH);
+        V(store_states)(&constants, &to, low, at, split);
+        V(store_states)(&constants, &to, high, at + WIDTH, split);
+        if (split) {
+            V(store_words)((char *)(to.remainders + at), rests, 0);
+            CRASH_POINT();
+            V(store_words)(to.params + 2 * at, words, 0);
+            CRASH_POINT();
+            if (noting) V(note_changes)(to.changed + at / 8, before, words);
+        }
         if (out == F32) V(store)((float *)to.params + at, low.master);
         if (out == F32) V(store)((float *)to.params + at + WIDTH, high.master);
-        if (out == BF16 || out == FP16)
+        if (!split && (out == BF16 || out == FP16))
             V(publish_words)(to.params + 2 * at, out, stream, low.master, high.master, noting, to.changed + at / 8,
                              kept->master);
         rz_chunk *used = kept;
@@ -92,14 +131,16 @@ INLINE TARGET void V(turns)(const rz_segment *s, const span *q, const void *grad
 
 INLINE TARGET void V(turns_to)(const rz_segment *s, const span *q, const void *grads, int64_t count, int dtype) {
     int stream = (uintptr_t)q->params % (2 * PAIR) == 0;
-    if (q->changed && q->out == BF16) V(turns)(s, q, grads, count, dtype, BF16, stream, 1);
-    else if (q->changed) V(turns)(s, q, grads, count, dtype, FP16, stream, 1);
-    else if (q->out == NONE) V(turns)(s, q, grads, count, dtype, NONE, 0, 0);
-    else if (q->out == F32) V(turns)(s, q, grads, count, dtype, F32, 0, 0);
-    else if (q->out == BF16 && stream) V(turns)(s, q, grads, count, dtype, BF16, 1, 0);
-    else if (q->out == BF16) V(turns)(s, q, grads, count, dtype, BF16, 0, 0);
-    else if (stream) V(turns)(s, q, grads, count, dtype, FP16, 1, 0);
-    else V(turns)(s, q, grads, count, dtype, FP16, 0, 0);
+    if (q->remainders && q->changed) V(turns)(s, q, grads, count, dtype, BF16, 0, 1, 1);
+    else if (q->remainders) V(turns)(s, q, grads, count, dtype, BF16, 0, 0, 1);
+    else if (q->changed && q->out == BF16) V(turns)(s, q, grads, count, dtype, BF16, stream, 1, 0);
+    else if (q->changed) V(turns)(s, q, grads, count, dtype, FP16, stream, 1, 0);
+    else if (q->out == NONE) V(turns)(s, q, grads, count, dtype, NONE, 0, 0, 0);
+    else if (q->out == F32) V(turns)(s, q, grads, count, dtype, F32, 0, 0, 0);
+    else if (q->out == BF16 && stream) V(turns)(s, q, grads, count, dtype, BF16, 1, 0, 0);
+    else if (q->out == BF16) V(turns)(s, q, grads, count, dtype, BF16, 0, 0, 0);
+    else if (stream) V(turns)(s, q, grads, count, dtype, FP16, 1, 0, 0);
+    else V(turns)(s, q, grads, count, dtype, FP16, 0, 0, 0);
 }
 
 TARGET static void V(whole)(const rz_segment *s, const span *q, const void *grads, int64_t count, int dtype) {
@@ -111,20 +152,26 @@ TARGET static void V(whole)(const rz_segment *s, const span *q, const void *grad
 /* For fewer than PAIR elements: the same code over a padded copy. */
 TARGET static void V(rest)(const rz_segment *s, const span *q, const void *grads, int64_t count, int dtype) {
     float state[4][PAIR] = {{0}}, padded[PAIR] = {0};
-    char params[4 * PAIR] __attribute__((aligned(64)));
+    char params[4 * PAIR] __attribute__((aligned(64))) = {0};
+    uint16_t rests[PAIR] = {0};
     rz_chunk *kept = spare_chunk(q->undo);
     float *of[4] = {q->master, q->exp_avg, q->exp_avg_sq, s->flags & AMSGRAD ? q->largest : 0};
     float *old[4] = {kept->master, kept->exp_avg, kept->exp_avg_sq, kept->largest};
     for (int i = 0; i < 4; i++)
         if (of[i]) memcpy(state[i], of[i], 4 * count), memcpy(old[i], of[i], 4 * count);
+    if (q->remainders) {
+        memcpy(params, q->params, 2 * count), memcpy(kept->master, q->params, 2 * count);
+        memcpy(rests, q->remainders, 2 * count), memcpy(kept->master + REMAINDERS, q->remainders, 2 * count);
+    }
     kept->count = count;
     memcpy(padded, grads, size_of(dtype) * count);
     rz_undo nowhere = {0};
-    span copy = {state[0], state[1], state[2], state[3], params, q->out, 0, &nowhere, 0};
+    span copy = {state[0], state[1], state[2], state[3], params, q->out, 0, &nowhere, 0, q->remainders ? rests : 0};
     V(whole)(s, &copy, padded, PAIR, dtype);
     note_chunk(q->undo, kept, q->first);
     for (int i = 0; i < 4; i++)
         if (of[i]) memcpy(of[i], state[i], 4 * count);
+    if (q->remainders) memcpy(q->remainders, rests, 2 * count);
     if (q->out != NONE) memcpy(q->params, params, size_of(q->out) * count);
 }
 
