@@ -4,7 +4,8 @@ out.
     python -m lab adam [--mparams 64] [--threads 2] [--rounds 15] [--patience 60] [--all-isas] [--json]
 
 For the limit, the same threads read, scale and write three fp32 arrays in place (24 bytes a parameter). An update moves
-28 bytes: gradient 2, master and two moments 8 each, parameter 2. Every path has its own memory and runs once a round,
+28 bytes: gradient 2, master and two moments 8 each, parameter 2; 26 if the parameter is one half of the master, as
+owners have it. Every path has its own memory and runs once a round,
 in turn, so that a disturbance hits all of them; a ratio is the median over rounds of path / limit within a round. A
 round in which others took more than 5 % of the machine is repeated while ``--patience`` (seconds) lasts.
 DeepSpeedCPUAdam is measured if it is installed; it compiles its extension first.
@@ -154,14 +155,14 @@ def shards_path(gradient: Tensor) -> Path:
         kernel=NativeKernel.name,
     )
     rule = AdamRule(spec, decoupled=True)
-    owned = allocate(spec, range(len(layout.shards)), rule.state_kinds, HostMemory())
+    owned = allocate(spec, range(len(layout.shards)), rule.state_kinds, HostMemory(), splits=rule.splits)
     work = [(shard, shard_work(shard, gradient, spec)) for shard in owned.values()]
 
     def run() -> None:
         for shard, todo in work:
             rule.update(shard, todo, quiet)
 
-    return Path(name=SHARDS, param_bytes=28, run=run)
+    return Path(name=SHARDS, param_bytes=26, run=run)
 
 
 def shard_work(owned: OwnedShard, gradient: Tensor, spec: ModelSpec) -> ShardWork:
