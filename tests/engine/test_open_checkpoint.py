@@ -22,7 +22,7 @@ from rayzero.checkpoint.manifest import MANIFEST
 from rayzero.checkpoint.tensor_file import TensorFileWriter
 from rayzero.engine.context import OpenCheckpoint, RankContext, running_in
 from rayzero.errors import CheckpointWriteError
-from rayzero.store.shm.same_host import why_no_sharing
+from rayzero.store.shm.signals import why_no_sharing
 from rayzero.testing import run_ranks
 
 from .models import fit, prepared_copy, same_bits, seeded
