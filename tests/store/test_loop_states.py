@@ -182,6 +182,7 @@ def test_a_state_that_its_rank_removes_meanwhile_is_not_missed(tmp_path: Path, m
         slab.slab.close(unlink=False)
 
     def listed(spec: ModelSpec, directory: Path) -> list[Any]:
+        monkeypatch.setattr(recovery, "of_lineage", of_lineage)  # what removes lists them, too
         found = of_lineage(spec, directory)
         remove_former_lives(spec, 1, 1, directory)
         return found

@@ -10,7 +10,6 @@ the caller notices nothing but time.
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -301,28 +300,6 @@ def nothing(unit: int, pushed: Sequence[Pushed]) -> None:
     """Tell nobody: no owner reads this rank's memory, or what it reads ends with this process."""
 
 
-@dataclass(frozen=True)
-class Route:
-    """One unit's shards by owner, in shard order, and the transfers that reach each owner."""
-
-    unit: UnitLayout
-    parts: list[tuple[Transfers, list[Shard]]]
-    away: list[tuple[GradientSender, list[Shard]]]  # by owner, those that gradients are sent to
-    keeps: bool  # gradients go into this rank's memory first, also if they are only sent
-    here_by: Mapping[str, int]  # elements whose gradients are read in this rank's memory, by transport
-    shards: Sequence[int]  # all of them
-    versions: Versions
-
-    @property
-    def here(self) -> int:
-        """Elements whose owners, or the door that adds them up, read gradients in this rank's memory."""
-        return sum(self.here_by.values())
-
-    def content(self, version: int) -> int | None:
-        """The version that the unit's content is from; None while a shard lacks ``version``."""
-        return self.versions.content(self.shards, version)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Joined:
     """What a rank has after the handshake. Freed by: ``Connection.free``."""
@@ -346,26 +323,6 @@ class Joined:
     gradient_tier: str  # tier of that memory, as metrics call it: "ram", "pinned" or "shm"
     kernel: str
     transport: str  # "inproc", "shm", "grpc", or "shm+grpc" where some owners are on other hosts
-
-    def route(self, unit: UnitLayout) -> Route:
-        """The way to the owners of a unit."""
-        by_owner: dict[int, list[Shard]] = {}
-        for shard in self.spec.layout.shards_by_unit[unit.index]:
-            by_owner.setdefault(self.shard_map.owner(shard.index), []).append(shard)
-        parts = [(self.transfers[owner], shards) for owner, shards in by_owner.items()]
-        here_by = Counter[str]()
-        for way, shards in parts:
-            if way.owner not in self.senders:
-                here_by["host" if way.transport == "grpc" else way.transport] += sum(shard.numel for shard in shards)
-        return Route(
-            unit=unit,
-            parts=parts,
-            away=[(self.senders[owner], shards) for owner, shards in by_owner.items() if owner in self.senders],
-            keeps=self.keeps_pushed,
-            here_by={transport: numel for transport, numel in here_by.items() if numel},
-            shards=[shard.index for shard in self.spec.layout.shards_by_unit[unit.index]],
-            versions=self.versions,
-        )
 
 
 class Connection(Protocol):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor
@@ -11,13 +13,57 @@ from torch import Tensor
 from rayzero.concurrency.futures import DONE, Gather, fail, failed, future_raises, is_well, settle, when_all
 from rayzero.concurrency.threads import use_torch_threads
 from rayzero.errors import StoreClosedError
+from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.protocol.gradient_sum import ScatteredUnit
 from rayzero.protocol.messages import Contribution, Pushed
 from rayzero.store.host.push_order import PushOrder
-from rayzero.store.rank.connection import Announce, Connection, Joined, Route, nothing
+from rayzero.store.rank.connection import Announce, Connection, GradientSender, Joined, Transfers, Versions, nothing
 from rayzero.store.rank.memory.gradient_region import GradientRegion
 from rayzero.store.traffic import count_bytes, watch_gradients
 from rayzero.telemetry.recorder import End
+
+
+@dataclass(frozen=True)
+class Route:
+    """One unit's shards by owner, in shard order, and the transfers that reach each owner."""
+
+    unit: UnitLayout
+    parts: list[tuple[Transfers, list[Shard]]]
+    away: list[tuple[GradientSender, list[Shard]]]  # by owner, those that gradients are sent to
+    keeps: bool  # gradients go into this rank's memory first, also if they are only sent
+    here_by: Mapping[str, int]  # elements whose gradients are read in this rank's memory, by transport
+    shards: Sequence[int]  # all of them
+    versions: Versions
+
+    @property
+    def here(self) -> int:
+        """Elements whose owners, or the door that adds them up, read gradients in this rank's memory."""
+        return sum(self.here_by.values())
+
+    def content(self, version: int) -> int | None:
+        """The version that the unit's content is from; None while a shard lacks ``version``."""
+        return self.versions.content(self.shards, version)
+
+
+def route_of(joined: Joined, unit: UnitLayout) -> Route:
+    """The way to the owners of a unit."""
+    by_owner: dict[int, list[Shard]] = {}
+    for shard in joined.spec.layout.shards_by_unit[unit.index]:
+        by_owner.setdefault(joined.shard_map.owner(shard.index), []).append(shard)
+    parts = [(joined.transfers[owner], shards) for owner, shards in by_owner.items()]
+    here_by = Counter[str]()
+    for way, shards in parts:
+        if way.owner not in joined.senders:
+            here_by["host" if way.transport == "grpc" else way.transport] += sum(shard.numel for shard in shards)
+    return Route(
+        unit=unit,
+        parts=parts,
+        away=[(joined.senders[owner], shards) for owner, shards in by_owner.items() if owner in joined.senders],
+        keeps=joined.keeps_pushed,
+        here_by={transport: numel for transport, numel in here_by.items() if numel},
+        shards=[shard.index for shard in joined.spec.layout.shards_by_unit[unit.index]],
+        versions=joined.versions,
+    )
 
 
 class Pushes:

@@ -50,9 +50,9 @@ from rayzero.protocol.messages import (
     StepInputs,
     Write,
 )
-from rayzero.store.rank.connection import ChangingConnection, Connection, Joined, LeadLine, Route, Transfers
+from rayzero.store.rank.connection import ChangingConnection, Connection, Joined, LeadLine, Transfers
 from rayzero.store.rank.memory.unit_windows import UnitWindows
-from rayzero.store.rank.pushes import Pushes
+from rayzero.store.rank.pushes import Pushes, Route, route_of
 from rayzero.store.traffic import tell_build
 from rayzero.store.wire.payload import require_flat
 from rayzero.telemetry.metric import Metric
@@ -122,7 +122,7 @@ class RankStore:
     def _install(self, joined: Joined) -> None:
         """Make calls over these owners from now on."""
         self._joined, self._transport = joined, joined.transport
-        self._routes = [joined.route(unit) for unit in joined.spec.layout.units]
+        self._routes = [route_of(joined, unit) for unit in joined.spec.layout.units]
         self._pushes.join(joined, self._routes)
         tell_build(self._recorder, joined.kernel, joined.transport)
 
