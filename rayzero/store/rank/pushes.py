@@ -137,11 +137,11 @@ class Pushes:
             return
         for unit, count in self.region.held(wanted):
             pushed = self.region.given(unit, count)
-            if pushed is None or self._is_needed(unit, pushed) or not self._sent.get(unit, DONE).done():
+            if pushed is None or self.is_needed(unit, pushed) or not self._sent.get(unit, DONE).done():
                 continue
             self.region.give_back(unit, pushed, partial(self._note, unit))
 
-    def _is_needed(self, unit: int, pushed: Pushed) -> bool:
+    def is_needed(self, unit: int, pushed: Pushed) -> bool:
         """Whether an owner, on this host or another, has not read what was pushed of a unit."""
         if self.connection.in_totals(unit, pushed):
             return False
