@@ -94,7 +94,7 @@ class RankLeftError(StoreError):
 
 class EpochOverError(StoreError):
     """An owner was asked in an epoch that is over: other owners have its shards. The call is made again in the next one
-    (store/rank/epochs.py), so loops never see this."""
+    (store/rank/connection.py), so loops never see this."""
 
 
 class StallError(StoreError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import re
 from fractions import Fraction
 
@@ -13,6 +14,7 @@ _BYTE_UNITS = {"": 1, "b": 1} | {
     for suffix, base in (("b", 1000), ("ib", 1024))
 }
 BYTE_TEXT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+PAGE = mmap.PAGESIZE  # bytes
 
 
 def count(number: float, noun: str, plural: str | None = None) -> str:
@@ -46,3 +48,8 @@ def format_bytes(size: int) -> str:
             return f"{value:.4g} {unit}"
         value /= 1024
     return f"{value:.4g} TiB"
+
+
+def whole_pages(size: int) -> int:
+    """``size`` bytes rounded up to whole pages."""
+    return -(-size // PAGE) * PAGE

@@ -82,6 +82,17 @@ def no_ray_without_the_mark(request: pytest.FixtureRequest) -> Iterator[None]:
         pytest.fail("a test without the mark ray has started a Ray")
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Torch computes in one thread: sums and products have other bits with other numbers of threads."""
+    import torch  # not above: some tests do without
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def local_ray() -> Iterator[None]:
     """One Ray for the tests of all folders, with more CPUs than the machine has: they are only counted."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from rayzero.memory import page_lock
+from rayzero.memory import mapping
 from tests.cuda_streams import OURS, Devices
 
 __all__ = ["OURS", "Driver", "driver"]
@@ -61,8 +61,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     made = Driver(Devices(monkeypatch))
     monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
     monkeypatch.setattr(torch.cuda, "synchronize", made.synchronize)
-    monkeypatch.setattr(page_lock, "_launch", made.launch)
+    monkeypatch.setattr(mapping, "_launch", made.launch)
     yield made
     made.launch(OURS)  # raises if a refusal was left behind
     gc.collect()  # while the driver is this one
-    assert not page_lock._locked
+    assert not mapping._locked

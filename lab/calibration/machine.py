@@ -34,8 +34,7 @@ from rayzero.engine.context import get_context
 from rayzero.engine.prepare import plan_units, prepare
 from rayzero.errors import RunFailedError, UnsupportedError
 from rayzero.kernels import Segment, choose_adder
-from rayzero.kernels.bandwidth import measure_bandwidth
-from rayzero.kernels.native import NativeKernel, NativeSquareSum
+from rayzero.kernels.native import NativeKernel, NativeSquareSum, measure_bandwidth
 from rayzero.kernels.rank_sum import GROUP
 from rayzero.lead.decide import total_norm
 from rayzero.protocol.messages import NormParts

@@ -27,7 +27,7 @@ from lab.bench.figures import at_least_one, resident_bytes
 from lab.bench.turns import Seat, Turn
 from lab.bench.work import ADAMW, CLIP, Precision, Work, loss_of
 from rayzero.engine.context import RankContext, running_in
-from rayzero.memory.malloc import give_back_freed
+from rayzero.memory.process_memory import give_back_freed
 from rayzero.telemetry.recorder import MemoryRecorder
 
 STEPS = 4

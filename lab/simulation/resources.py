@@ -12,7 +12,7 @@ from lab.simulation.machines import Costs, Machine, Moving, Options, Stream
 from rayzero.errors import ConfigError
 from rayzero.kernels.rank_sum import GROUP
 from rayzero.layout.model_layout import UnitLayout
-from rayzero.store.shm.settled import adding_threads
+from rayzero.store.shm.words import adding_threads
 from rayzero.store.wire.tensor_stream import moving_threads
 
 __all__ = ["Load", "Resources"]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from rayzero.activations.cost import Choice, CostPlan, GroupCost
+from rayzero.activations.group import OffloadPolicy
 from rayzero.activations.host_pool import HostPool, PoolStatus
 from rayzero.activations.ledger import GroupTotals, RankSummary
 from rayzero.activations.offload import ActivationOffload, GroupScope
-from rayzero.activations.policy import OffloadPolicy
 from rayzero.lanes import CudaLane, ThreadLane
 
 __all__ = [

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
-from rayzero.activations.group import Group
-from rayzero.activations.policy import OffloadPolicy
+from rayzero.activations.group import Group, OffloadPolicy
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.modes import outside_modes
 

@@ -14,8 +14,7 @@ from enum import Enum
 
 import torch
 
-from rayzero.activations.group import Chunk, Group, GroupKey
-from rayzero.activations.policy import OffloadPolicy
+from rayzero.activations.group import Chunk, Group, GroupKey, OffloadPolicy
 from rayzero.codecs import codec_for
 from rayzero.lanes import Event, Lane, Span
 from rayzero.lanes.lane import LinkSpeed

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rayzero.errors import MemoryPlanError, RayZeroError, UnsupportedError
 from rayzero.lanes import Event
-from rayzero.memory.page_lock import host_zeros
+from rayzero.memory.mapping import host_zeros
 
 _SMALLEST = 4096  # bytes
 

@@ -28,9 +28,8 @@ from rayzero.activations.entry import (
     shown,
     view_bytes,
 )
-from rayzero.activations.group import Chunk, ChunkKey, ChunkOrder, ChunkQuota, Group
+from rayzero.activations.group import Chunk, ChunkKey, ChunkOrder, ChunkQuota, Group, OffloadPolicy
 from rayzero.activations.ledger import Ledger
-from rayzero.activations.policy import OffloadPolicy
 from rayzero.activations.shelf import Shelf
 from rayzero.errors import RayZeroError
 from rayzero.lanes import Lane

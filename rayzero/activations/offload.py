@@ -22,11 +22,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from rayzero.activations.attach import Attachment
 from rayzero.activations.cost import Choice, CostBook, CostPlan
 from rayzero.activations.entry import End, Entries, KeptTensor, ProtectedStorages, Saved, view_bytes
-from rayzero.activations.group import ChunkOrder, Group
+from rayzero.activations.group import ChunkOrder, Group, OffloadPolicy
 from rayzero.activations.host_pool import HostPool, PoolStatus
 from rayzero.activations.ledger import Ledger, RankSummary
 from rayzero.activations.moves import Chunks, Reload, Unload
-from rayzero.activations.policy import OffloadPolicy
 from rayzero.activations.shelf import Shelf
 from rayzero.errors import ConfigError
 from rayzero.lanes import GraphMarks, Lane, Span, make_lane

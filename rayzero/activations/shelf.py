@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from rayzero.activations.entry import Entry, EntryPlace, Resident, Saved, alive, shown, source_of
+from rayzero.activations.group import OffloadPolicy
 from rayzero.activations.host_pool import HostBuffer, HostPool
 from rayzero.activations.ledger import Ledger
-from rayzero.activations.policy import OffloadPolicy
 from rayzero.codecs import RAW, Codec, codec_for
 from rayzero.errors import RayZeroError, UnsupportedError
 from rayzero.lanes import Event, Lane

@@ -216,8 +216,7 @@ def dead_run_lines(slabs: Sequence[FoundSlab]) -> list[str]:
 
 def swept(directory: Path) -> list[str]:
     """Remove the slabs of dead processes; returns a line for each, and their sum."""
-    from rayzero.slabs.hold import end_hold, held_in
-    from rayzero.slabs.sweep import list_slabs, sweep
+    from rayzero.slabs.sweep import end_hold, held_in, list_slabs, sweep
 
     runs = dead_run_lines(list_slabs(directory))
     for held in held_in(directory):

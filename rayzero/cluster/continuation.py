@@ -19,10 +19,9 @@ from rayzero.config import ScalingConfig, ZeroConfig
 from rayzero.protocol.messages import AT_COMMIT, AT_FORWARD
 from rayzero.protocol.ownership import Ownership, device_owners
 from rayzero.quantities import count
-from rayzero.slabs.hold import end_hold
-from rayzero.slabs.sweep import FoundSlab, list_slabs, sweep
+from rayzero.slabs.sweep import FoundSlab, end_hold, list_slabs, sweep
 from rayzero.store.shm.recovery import DeadRun, Outcome, assess, read_run
-from rayzero.store.shm.same_host import host_identity, why_no_sharing
+from rayzero.store.shm.signals import host_identity, why_no_sharing
 
 _LOOK_S = 0.1  # between two looks at processes that still run
 

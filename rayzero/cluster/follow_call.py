@@ -22,7 +22,7 @@ from rayzero.followers.host_shards import HostRun
 from rayzero.security.addresses import is_loopback
 from rayzero.security.credentials import Credentials, identity_of
 from rayzero.slabs.sweep import SHARED_MEMORY
-from rayzero.store.shm.same_host import host_identity
+from rayzero.store.shm.signals import host_identity
 
 if TYPE_CHECKING:
     from rayzero.followers.remote_shards import RemoteRun, Way

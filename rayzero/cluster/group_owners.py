@@ -50,8 +50,8 @@ from rayzero.errors import ConfigError, RunFailedError
 from rayzero.protocol.ownership import Ownership
 from rayzero.quantities import count
 from rayzero.security.credentials import Credentials
-from rayzero.slabs.hold import Hold
-from rayzero.store.shm.same_host import why_no_sharing
+from rayzero.slabs.sweep import Hold
+from rayzero.store.shm.signals import why_no_sharing
 
 _LOOK_S = 1.0  # between two looks whether the block has ended
 _WANTED_S = 0.5  # between two looks whether a rank still wants its answer

@@ -6,8 +6,8 @@ driver is dead, it waits for the run's processes on this host, kills those that 
 hosts have janitors of their own (slabs/sweep.py).
 
 [Note: states are kept] While the driver lives, its janitor holds what dead processes of the run have left on this host
-(slabs/hold.py): their successors need it, and sweeps of other runs would take it. If the driver is killed, and what all
-have left is enough for a run that continues this one, the janitor holds it for a while longer, and sleeps. A driver
+(slabs/sweep.py): their successors need it, and sweeps of other runs would take it. If the driver is killed, and what
+all have left is enough for a run that continues this one, the janitor holds it for a while longer, and sleeps. A driver
 that continues the run ends it, with SIGTERM.
 """
 
@@ -29,8 +29,7 @@ import psutil
 from rayzero.concurrency.survivor import Maker, Survivor, process_born, wait_or_kill
 from rayzero.errors import ConfigError
 from rayzero.files import replace_file
-from rayzero.slabs.hold import Hold, hold_or_none
-from rayzero.slabs.sweep import SlabJanitor, sweep
+from rayzero.slabs.sweep import Hold, SlabJanitor, hold_or_none, sweep
 
 _ENDS_S = 30.0  # how long Ray may take to end the actors of a driver that is gone
 _KILL_S = 20.0  # how long the kernel may take to free a killed process

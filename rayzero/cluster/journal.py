@@ -29,7 +29,7 @@ from rayzero.cluster.run import DISCOVERY_PATH, Member, Recovery, Report, Rescal
 from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
 from rayzero.errors import RunFailedError
 from rayzero.security.metrics_access import MetricsAccess
-from rayzero.store.shm.same_host import why_no_sharing
+from rayzero.store.shm.signals import why_no_sharing
 from rayzero.telemetry.recorder import Measurements
 from rayzero.telemetry.scrape import Target
 

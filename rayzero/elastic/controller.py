@@ -28,7 +28,7 @@ from rayzero.elastic import reform
 from rayzero.elastic.members import MemberId, MemberKind, Process
 from rayzero.elastic.reform import Reform, Step
 from rayzero.errors import ConfigError
-from rayzero.layout.rescale import Rescale
+from rayzero.layout.shard_map import Rescale
 from rayzero.protocol.ownership import Ownership
 from rayzero.quantities import count
 

@@ -26,7 +26,7 @@ from enum import StrEnum
 from typing import Any, TypeVar
 
 from rayzero.elastic.members import Process
-from rayzero.layout.rescale import Rescale
+from rayzero.layout.shard_map import Rescale
 from rayzero.protocol.ownership import Ownership
 
 

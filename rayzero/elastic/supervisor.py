@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from rayzero.elastic.controller import Action, Controller, Run, Start
 from rayzero.elastic.members import Process
 from rayzero.elastic.reform import Abandon, Call, Join, Kill, Retire, Step
-from rayzero.layout.rescale import Rescale
+from rayzero.layout.shard_map import Rescale
 from rayzero.protocol.ownership import Ownership, Prepared
 
 log = logging.getLogger(__name__)

@@ -19,8 +19,7 @@ from rayzero.activations.offload import ActivationOffload
 from rayzero.config import ZeroConfig
 from rayzero.engine.autograd.gradients import GradientCollector, GradientSums, TrainedSlots
 from rayzero.engine.autograd.handles import SavedWeights
-from rayzero.engine.autograd.hooks import UnitCalls
-from rayzero.engine.autograd.pass_times import PassTimes
+from rayzero.engine.autograd.hooks import PassTimes, UnitCalls
 from rayzero.engine.autograd.touch import Unfrozen
 from rayzero.engine.engine_memory import EngineMemory, HeapPeak, MemoryStrategy, make_strategy
 from rayzero.engine.private_torch import graph_task_id, saved_tensor_hooks_allowed

@@ -32,9 +32,9 @@ from rayzero.config import AutoMemoryStrategy, ZeroConfig
 from rayzero.engine.units.residency import Residency
 from rayzero.engine.units.transfers import UnitTransfers
 from rayzero.engine.units.unit_cache import UnitCache
-from rayzero.memory.malloc import give_back_freed, heap_use
-from rayzero.memory.page_lock import locked_bytes
+from rayzero.memory.mapping import locked_bytes
 from rayzero.memory.pressure import Pressure, PressureGauge, PressureLimits, Resource, read_memory
+from rayzero.memory.process_memory import give_back_freed, heap_use
 from rayzero.quantities import format_bytes
 from rayzero.telemetry.names import (
     GPU_ALLOC_RETRIES,

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from rayzero.activations.attach import match_modules
+from rayzero.activations.group import OffloadPolicy
 from rayzero.activations.offload import ActivationOffload
-from rayzero.activations.policy import OffloadPolicy
 from rayzero.concurrency.threads import with_index
 from rayzero.config import ZeroConfig
 from rayzero.convert.weights import Weights, WeightSource
@@ -32,15 +32,13 @@ from rayzero.engine.checkpoint.save import (
 from rayzero.engine.context import RankContext, get_context
 from rayzero.engine.engine import Engine
 from rayzero.engine.loop.comeback import comeback_of, keep_began
-from rayzero.engine.optimizer.given import maker_of
-from rayzero.engine.optimizer.param_groups import hyper_of
+from rayzero.engine.optimizer.param_groups import hyper_of, maker_of
 from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
 from rayzero.engine.private_torch import has_memory, self_test
 from rayzero.engine.rank_products import RankProducts
 from rayzero.engine.rank_step import RankStep
 from rayzero.engine.start.buffers import refuse_buffers
-from rayzero.engine.start.initial_values import InitialValues
-from rayzero.engine.start.opaque import refuse_apart, refuse_codes
+from rayzero.engine.start.initial_values import InitialValues, refuse_apart, refuse_codes
 from rayzero.engine.start.plan_notes import tell_plan
 from rayzero.engine.start.unit_init import Init, materialise
 from rayzero.engine.step_clock import StepClock
@@ -52,11 +50,10 @@ from rayzero.engine.values import hook_state_dict_loads
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.kernels import ADAMS, check_moments
 from rayzero.kernels.torch_classes.newton_schulz import require_divided
-from rayzero.kernels.torch_classes.optimizer_class import OptimizerMaker
+from rayzero.kernels.torch_classes.optimizer_class import OptimizerMaker, Optimizers, parts_of, path_of
 from rayzero.kernels.torch_classes.optimizer_trial import Scope, refuse_vectors, require_owned
-from rayzero.kernels.torch_classes.optimizers import Optimizers, parts_of, path_of
 from rayzero.layout.model_layout import UnitLayout
-from rayzero.memory.malloc import give_back_freed, keep_some_buffers
+from rayzero.memory.process_memory import give_back_freed, keep_some_buffers
 from rayzero.protocol.messages import Hyper, ModelSpec
 from rayzero.protocol.ownership import device_owners
 from rayzero.protocol.store import ParameterStore

@@ -20,9 +20,9 @@ from rayzero.engine.step_clock import StepClock
 from rayzero.engine.units.transfers import Grads, UnitTransfers
 from rayzero.errors import GradientAccessError
 from rayzero.layout.model_layout import UnitLayout
-from rayzero.protocol.edits import edited
-from rayzero.protocol.lives import ATTEMPTS
+from rayzero.protocol.hyper import edited
 from rayzero.protocol.messages import (
+    ATTEMPTS,
     Clamp,
     Contribution,
     Decision,

@@ -1,7 +1,7 @@
 """``rayzero.stats``: what a rank has measured of a prepared model, read where its engine has it.
 
 Nothing is measured twice for it: phases and waits are in ``step_clock.py``, passes by unit in
-``autograd/pass_times.py``, copies in ``units/unit_cache.py`` and ``rank_step.py``, readings and advice in
+``autograd/hooks.py``, copies in ``units/unit_cache.py`` and ``rank_step.py``, readings and advice in
 ``memory/pressure.py`` and ``engine/engine_memory.py``.
 """
 

@@ -33,8 +33,7 @@ from torch import Tensor
 
 from rayzero.errors import UnsupportedError
 from rayzero.hybrid.buckets import Bucket, Rule, range_of
-from rayzero.hybrid.options import HyperLink
-from rayzero.hybrid.placement import Piece
+from rayzero.hybrid.placement import HyperLink, Piece
 from rayzero.lanes import Event, Lane
 from rayzero.tensor_metadata import plain
 

@@ -20,8 +20,17 @@ from torch.utils.hooks import RemovableHandle
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.hybrid.gate import AwayParameter, Gate, attach
 from rayzero.hybrid.host_side import BucketRun, gradient_of
-from rayzero.hybrid.options import HyperLink, OptimizerClass, defaults, fitting
-from rayzero.hybrid.placement import FractionSearch, Order, Placement, Targets, the_device
+from rayzero.hybrid.placement import (
+    FractionSearch,
+    HyperLink,
+    OptimizerClass,
+    Order,
+    Placement,
+    Targets,
+    defaults,
+    fitting,
+    the_device,
+)
 from rayzero.hybrid.sides import Builder, Sides
 from rayzero.kernels import choose_kernel
 from rayzero.kernels.torch_classes.optimizer_class import State, options_of

@@ -15,13 +15,30 @@ from torch import Tensor, nn
 
 from rayzero.hybrid.buckets import Bucket, ClassRule, Groups, PieceOptimizer, Rule, TileAdam, plan_buckets, range_of
 from rayzero.hybrid.host_side import BucketRun, HostSide, gradient_of
-from rayzero.hybrid.options import Group, HyperLink, OptimizerClass, fused, numbers_of
-from rayzero.hybrid.placement import Piece, Placement, Targets, check_param, decide, the_device
+from rayzero.hybrid.placement import (
+    Group,
+    HyperLink,
+    OptimizerClass,
+    Piece,
+    Placement,
+    Targets,
+    check_param,
+    decide,
+    fused,
+    numbers_of,
+    the_device,
+)
 from rayzero.kernels import ADAMS, Kernel
-from rayzero.kernels.torch_classes.optimizer_class import OptimizerMaker, State, on_cpu, options_of, step_alone
+from rayzero.kernels.torch_classes.optimizer_class import (
+    OptimizerMaker,
+    State,
+    on_cpu,
+    options_of,
+    refuse_reads,
+    step_alone,
+)
 from rayzero.kernels.torch_classes.optimizer_states import state_bytes, state_names
 from rayzero.kernels.torch_classes.optimizer_trial import Scope, try_class
-from rayzero.kernels.torch_classes.parameter_reads import refuse_reads
 from rayzero.lanes import Lane, make_lane
 
 MASTER = "master_param"  # key of a parameter's fp32 master in its state

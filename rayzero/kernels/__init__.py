@@ -21,8 +21,7 @@ from rayzero.kernels.kernel import (
 from rayzero.kernels.moments import CODED
 from rayzero.kernels.native import NativeAdder, NativeKernel, NativeSquareSum
 from rayzero.kernels.rank_sum import RankSum, SquareSum
-from rayzero.kernels.reference import ReferenceKernel
-from rayzero.kernels.torch_kernel import TorchKernel
+from rayzero.kernels.torch_kernel import ReferenceKernel, TorchKernel
 
 __all__ = [
     "ADAMS",

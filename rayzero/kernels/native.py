@@ -1,4 +1,5 @@
-"""What is written in C: Adam in one pass over memory, sums of ranks and of squares, block codecs (``native/``).
+"""What is written in C: Adam in one pass over memory, sums of ranks and of squares, block codecs (``native/``);
+and the loop that measures this host's memory bandwidth as updates use it.
 
 ``hatch_build.py`` builds the library with the package; nothing is built here. If it could not be built or does not run,
 ``load()`` gives the reason and ``choose_kernel("auto")`` takes the torch kernel.
@@ -9,7 +10,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import mmap
 import sysconfig
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, byref, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
@@ -21,13 +24,12 @@ import torch
 from torch import Tensor
 
 from rayzero.errors import UnsupportedError
-from rayzero.kernels.kernel import AdamMemory, AdamOptions, AdamUpdate, Kernel, Segment
+from rayzero.kernels import native
+from rayzero.kernels.kernel import STAMP, UNDO_BYTES, AdamMemory, AdamOptions, AdamUpdate, Kernel, Segment
 from rayzero.kernels.moments import BLOCK
 from rayzero.kernels.rank_sum import LEAF, Range
-from rayzero.kernels.stamps import STAMP, UNDO_BYTES
+from rayzero.protocol.gradient_sum import Gradient, KeptTotal
 from rayzero.protocol.messages import Clamp
-from rayzero.protocol.scattered import Gradient
-from rayzero.protocol.totals import KeptTotal
 
 ABI = 14  # version of the tables below: RZ_ABI in adam.c
 TILE = STAMP  # elements that a thread claims at once: few, so that all threads end together; a multiple of 64
@@ -43,6 +45,8 @@ ISAS = ("portable", "avx2", "avx512", "neon")  # by their numbers in adam.c; on 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _MOMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 4}
 _L2, _DECAY, _AMSGRAD, _FROM_GRADIENT, _CLAMP = 1, 2, 4, 8, 16
+_ELEMENTS = 8 << 20  # fp32, of each of three arrays: 96 MiB together, more than caches hold
+_RUNS = 5
 
 
 class _Gradient(ctypes.Structure):
@@ -467,3 +471,26 @@ def _address(tensor: Tensor, name: str, end: int, dtype: torch.dtype | None = No
             f"kernel takes contiguous 1D tensors in host memory, here of at least {end:,} elements"
         )
     return tensor.data_ptr()
+
+
+def measure_bandwidth(threads: int) -> float | None:
+    """The bytes per second that ``threads`` threads read and write; the best of a few runs, about 0.1 s in all.
+
+    None without the native library, which has the loop. Frees its memory."""
+    library = native.load()
+    if isinstance(library, str):
+        return None
+    arrays, team = [_array() for _ in range(3)], Team(library, threads)
+
+    def seconds() -> float:
+        began = time.perf_counter()
+        library.rewrite(team.address, *(array.data_ptr() for array in arrays), _ELEMENTS, 1.0, native.TILE)
+        return time.perf_counter() - began
+
+    size = 2 * sum(array.nbytes for array in arrays)
+    return size / min(seconds() for _ in range(_RUNS))
+
+
+def _array() -> Tensor:
+    """A 1D fp32 array with all pages touched. It has its own mapping, because malloc may keep freed memory."""
+    return torch.frombuffer(mmap.mmap(-1, 4 * _ELEMENTS), dtype=torch.float32).fill_(1.0)

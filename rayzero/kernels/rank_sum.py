@@ -21,9 +21,8 @@ from itertools import groupby, takewhile
 import torch
 from torch import Tensor
 
+from rayzero.protocol.gradient_sum import Gradient, KeptTotal
 from rayzero.protocol.messages import Clamp
-from rayzero.protocol.scattered import Gradient
-from rayzero.protocol.totals import KeptTotal
 
 GROUP = 8  # consecutive ranks
 ROW = 256  # elements

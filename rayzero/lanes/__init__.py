@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from rayzero.lanes.cuda_lane import CudaLane, GraphMarks
-from rayzero.lanes.lane import AT_ONCE_S, Direction, Event, Lane, Span, StreamUses
-from rayzero.lanes.thread_lane import ThreadLane
+from rayzero.lanes.lane import AT_ONCE_S, Direction, Event, Lane, Span, StreamUses, ThreadLane
 
 __all__ = [
     "AT_ONCE_S",

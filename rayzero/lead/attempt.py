@@ -1,4 +1,5 @@
-"""One attempt at one step: the ranks' reports, the futures that wait, and the calls of ranks that are ahead of it.
+"""One attempt at one step: the ranks' reports, the futures that wait, and the calls of ranks that are ahead of it;
+and owners as the lead asks them.
 
 [Note: a hearing] What a lead that has died knew beyond the records was only in its process. So its successor hears from
 every rank how far it was, before it goes on: each rank asks again what it has had no answer to, and says what it has
@@ -11,21 +12,61 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 from rayzero.concurrency.futures import chain
-from rayzero.errors import StepMismatchError
+from rayzero.errors import StepMismatchError, StoreError
 from rayzero.protocol.messages import (
     Decision,
+    FileEntry,
     FinishReport,
     Norm,
     NormParts,
+    Record,
     StepInputs,
     Told,
     ToldAttempt,
     ToldStep,
     Write,
 )
+
+
+class OwnerPeer(Protocol):
+    """An owner as the lead sees it: the lead's own service, or one behind a transport."""
+
+    def collect(self, step: int, reports: tuple[FinishReport, ...]) -> Future[NormParts]:
+        """See ``ShardService.collect``."""
+        ...
+
+    def apply(self, decision: Decision) -> Future[None]:
+        """See ``ShardService.apply``; done when the owner has accepted the decision, not when it has updated."""
+        ...
+
+    def redo(self, record: Record) -> Future[None]:
+        """See ``ShardService.redo``."""
+        ...
+
+    def begin_checkpoint(self, step: int, directory: Path) -> Future[None]:
+        """See ``ShardService.begin_checkpoint``."""
+        ...
+
+    def write_checkpoint(self, step: int, directory: Path) -> Future[FileEntry]:
+        """See ``ShardService.write_checkpoint``."""
+        ...
+
+    def write(self, number: int, write: Write) -> Future[None]:
+        """See ``ShardService.write``."""
+        ...
+
+    def trouble(self) -> str | None:
+        """Why the owner cannot be asked anything now, for errors about waits; None: nothing is known to be wrong."""
+        ...
+
+    def abort(self, error: StoreError) -> None:
+        """See ``ShardService.abort``."""
+        ...
+
 
 T = TypeVar("T")
 

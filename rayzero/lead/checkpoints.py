@@ -24,9 +24,8 @@ from typing import Any
 from rayzero.checkpoint.writer import commit_checkpoint, committed, discard_staging, resume_commit
 from rayzero.concurrency.futures import fail, settle, when_ended
 from rayzero.errors import CheckpointAbandonedError, CheckpointWriteError, RayZeroError, StepMismatchError
-from rayzero.lead.attempt import have, owing
+from rayzero.lead.attempt import OwnerPeer, have, owing
 from rayzero.protocol.messages import BegunSave, CheckpointInfo, EndedSave, FileEntry, Hyper, ModelSpec
-from rayzero.protocol.owner import OwnerPeer
 from rayzero.telemetry.names import CHECKPOINT_FAILURES, CHECKPOINT_LAST_SUCCESS, CHECKPOINT_SECONDS
 from rayzero.telemetry.recorder import Recorder, timed
 

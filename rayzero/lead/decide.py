@@ -15,8 +15,7 @@ from rayzero.layout.model_layout import ModelLayout
 from rayzero.lead.attempt import Attempt, Pass, have
 from rayzero.lead.means import Means
 from rayzero.lead.writes import WriteRequests
-from rayzero.protocol.edits import edited
-from rayzero.protocol.hyper import require_numbers, resolve_optimizer
+from rayzero.protocol.hyper import edited, require_numbers, resolve_optimizer
 from rayzero.protocol.messages import (
     Action,
     Decision,

@@ -18,7 +18,18 @@ from rayzero.checkpoint.reader import CheckpointReader
 from rayzero.checkpoint.writer import discard_staging
 from rayzero.concurrency.futures import DONE, DeferringLock, fail, failed, future_raises, settle, settled, when_all
 from rayzero.errors import RayZeroError, StepMismatchError, StoreClosedError, StoreError
-from rayzero.lead.attempt import Attempt, CallsAhead, Hearing, Pass, attempts_of, have, open_steps, owing, writes_made
+from rayzero.lead.attempt import (
+    Attempt,
+    CallsAhead,
+    Hearing,
+    OwnerPeer,
+    Pass,
+    attempts_of,
+    have,
+    open_steps,
+    owing,
+    writes_made,
+)
 from rayzero.lead.checkpoints import CheckpointRequest, CheckpointRequests
 from rayzero.lead.decide import (
     DecisionJournal,
@@ -50,7 +61,6 @@ from rayzero.protocol.messages import (
     Told,
     Write,
 )
-from rayzero.protocol.owner import OwnerPeer
 from rayzero.telemetry.recorder import NullRecorder, Recorder
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rayzero.concurrency.threads import with_index
 from rayzero.errors import ConfigError
-from rayzero.memory.page_lock import host_zeros
+from rayzero.memory.mapping import host_zeros
 
 
 class MemoryBudget:

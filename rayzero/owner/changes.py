@@ -26,8 +26,7 @@ from torch import Tensor
 from rayzero.codecs.changes import Change, Form, checksum, compare, encode
 from rayzero.memory.process_memory import host_limits
 from rayzero.owner.rules import UpdateRule
-from rayzero.owner.shard import OwnedShard
-from rayzero.owner.updater import Updater
+from rayzero.owner.shard import OwnedShard, Updater
 from rayzero.protocol.messages import COMPUTE
 from rayzero.telemetry.names import CHANGE_BYTES, CHANGED_RATIO
 from rayzero.telemetry.recorder import Recorder

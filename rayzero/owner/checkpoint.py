@@ -32,8 +32,7 @@ from rayzero.concurrency.futures import DONE, fail, failed, settle
 from rayzero.errors import CheckpointAbandonedError, CheckpointError, RayZeroError, StoreClosedError, StoreError
 from rayzero.layout.model_layout import SlotSlice
 from rayzero.owner.rules import UpdateRule
-from rayzero.owner.shard import OwnedShard
-from rayzero.owner.updater import Updater
+from rayzero.owner.shard import OwnedShard, Updater
 from rayzero.protocol.messages import COMPUTE, MASTER, FileEntry
 from rayzero.telemetry.names import (
     CHECKPOINT_BYTES,

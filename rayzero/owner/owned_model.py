@@ -1,13 +1,15 @@
-"""An owner's part of a model: created at the first attach, from a plan that fits the host."""
+"""An owner's part of a model: created at the first attach, from a plan that fits the host. And what its ranks'
+loops need to go on from their latest steps, kept where it outlives a rank."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import torch
 
-from rayzero.errors import HandshakeError
+from rayzero.errors import HandshakeError, StoreError
 from rayzero.kernels import ADAMS, Squares, check_moments, choose_squares
 from rayzero.kernels.moments import moment_bytes
 from rayzero.layout.model_layout import ModelLayout
@@ -19,10 +21,19 @@ from rayzero.owner.memory import DeviceStates, HostMemory, LeftOnDevice, MemoryM
 from rayzero.owner.rules import AdamRule, ClassRule, UpdateRule
 from rayzero.owner.shard import OwnedShard, allocate
 from rayzero.protocol.hyper import resolve_optimizer
-from rayzero.protocol.messages import FormerShard, Hyper, ModelSpec, canonical_json
+from rayzero.protocol.messages import (
+    LOOP_PARTS,
+    LOOP_STEPS,
+    MOST_LOOP_STATE,
+    FormerShard,
+    Hyper,
+    LoopState,
+    ModelSpec,
+    canonical_json,
+)
 from rayzero.protocol.ownership import Ownership, owner_map
 from rayzero.protocol.products import multiplying_ranks
-from rayzero.quantities import count
+from rayzero.quantities import count, format_bytes
 
 CPU = torch.device("cpu")
 
@@ -213,3 +224,31 @@ def _layout_difference(ours: ModelLayout, theirs: ModelLayout) -> tuple[str, str
         f"{count(len(ours_units), 'unit')} in shards of {ours.shard_numel} elements ({ours.digest[:8]})",
         f"{count(len(their_units), 'unit')} in shards of {theirs.shard_numel} elements ({theirs.digest[:8]})",
     )
+
+
+class LoopStates:
+    """The latest loop states of every rank. Knows bytes and steps, not what they hold. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._states: dict[int, dict[tuple[int, int], LoopState]] = {}  # rank -> (step, part) -> state
+        self._lock = threading.Lock()
+
+    def keep(self, rank: int, state: LoopState) -> None:
+        """Keep a state; those of older steps are dropped. States may come in any order. Raises StoreError for one that
+        no loop has: each is kept in memory."""
+        if state.part not in range(LOOP_PARTS) or len(state.content) > MOST_LOOP_STATE:
+            raise StoreError(
+                f"rank {rank} has part {state.part} of its loop kept, {format_bytes(len(state.content))}; a loop has "
+                f"parts 0 to {LOOP_PARTS - 1}, each of at most {format_bytes(MOST_LOOP_STATE)}"
+            )
+        with self._lock:
+            mine = self._states.setdefault(rank, {})
+            mine[state.step, state.part] = state
+            newest = max(step for step, _ in mine)
+            for key in [key for key in mine if key[0] <= newest - LOOP_STEPS]:
+                del mine[key]
+
+    def of(self, rank: int) -> list[LoopState]:
+        """A rank's states, oldest first."""
+        with self._lock:
+            return [state for _, state in sorted(self._states.get(rank, {}).items())]

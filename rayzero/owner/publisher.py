@@ -13,8 +13,7 @@ from torch import Tensor
 from rayzero.concurrency.futures import fail, settle, settled
 from rayzero.errors import StoreError
 from rayzero.owner.rules import UpdateRule
-from rayzero.owner.shard import OwnedShard, ShardState
-from rayzero.owner.updater import Updater
+from rayzero.owner.shard import OwnedShard, ShardState, Updater
 from rayzero.protocol.messages import COMPUTE, MASTER, STEP, STORED, Published
 
 Listener = Callable[[Sequence[Published]], None]

@@ -30,11 +30,10 @@ from rayzero.owner.memory import LeftOnDevice, MemoryMaker
 from rayzero.owner.owned_model import OwnedModel, OwnerTerms, build_model, check_same
 from rayzero.owner.publisher import Listener, PublishedCopy, Publisher
 from rayzero.owner.rules import ClassRule
-from rayzero.owner.shard import OwnedShard, ShardState
+from rayzero.owner.shard import OwnedShard, ShardState, Updater
 from rayzero.owner.staged_writes import StagedWrites, WriteListener
-from rayzero.owner.updater import Updater
 from rayzero.owner.updates import StepUpdates
-from rayzero.protocol.gradient_sum import GradientMemory
+from rayzero.protocol.gradient_sum import GradientMemory, ScatteredUnit
 from rayzero.protocol.messages import (
     PRODUCT,
     Attached,
@@ -49,7 +48,6 @@ from rayzero.protocol.messages import (
     Write,
 )
 from rayzero.protocol.ownership import Ownership
-from rayzero.protocol.scattered import ScatteredUnit
 from rayzero.telemetry.names import (
     MEMORY_BYTES,
     MEMORY_ORIGINAL_BYTES,

@@ -1,8 +1,13 @@
-"""One shard of an owner: its memory, its version and its state."""
+"""One shard of an owner: its memory, its version and its state. And the thread that changes shards: it runs
+one task after the other, in the order of submission."""
 
 from __future__ import annotations
 
+import atexit
 import math
+import queue
+import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -12,16 +17,74 @@ import torch
 from torch import Tensor
 
 from rayzero.codecs.record import kept_bytes, read_record, used_bytes, write_record
+from rayzero.concurrency.threads import use_torch_threads
 from rayzero.errors import StoreError
+from rayzero.kernels.kernel import TileStamps
 from rayzero.kernels.moments import BLOCK, CODED, CodedMoment, PlainMoment
 from rayzero.kernels.split_master import Moment, SignedSquares, SplitMaster
-from rayzero.kernels.stamps import TileStamps
 from rayzero.layout.model_layout import ALIGN, Shard, SlotSlice, UnitLayout, aligned, runs
 from rayzero.owner.memory import DeviceStates, HostMemory, ShardJournal, ShardRoom, Sizes
-from rayzero.protocol.gradient_sum import has_totals
+from rayzero.protocol.gradient_sum import Gradient, TotalLine, has_totals
 from rayzero.protocol.messages import COMPUTE, MASTER, STORED, Decision, FormerShard, Hyper, ModelSpec, NormParts
-from rayzero.protocol.scattered import Gradient
-from rayzero.protocol.totals import TotalLine
+
+Task = Callable[[], None]
+
+
+class Updater:
+    """One thread with its own torch thread count.
+
+    Knows tasks and their order; not what they do. If a task raises, the thread goes on, and ``on_error`` gets the
+    error."""
+
+    def __init__(self, name: str, threads: int, on_error: Callable[[BaseException], None]) -> None:
+        """``threads``: torch threads of each task, at least 1."""
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._on_error = on_error
+        self._abandoned = False
+        self._thread = threading.Thread(target=self._run, args=(threads,), name=name, daemon=True)
+        self._thread.start()
+        _running.add(self)
+
+    @property
+    def queued(self) -> int:
+        """Tasks that wait behind the running one."""
+        return self._tasks.qsize()
+
+    def submit(self, task: Task) -> None:
+        """Queue a task. Tasks submitted after ``close`` do not run."""
+        self._tasks.put(task)
+
+    def close(self) -> None:
+        """Run the queued tasks, then end the thread. Idempotent; must not be called from a task."""
+        self._tasks.put(None)
+        self._thread.join()
+
+    def abandon(self) -> None:
+        """Wait for the running task and start no other. Idempotent; must not be called from a task."""
+        self._abandoned = True
+        self._tasks.put(None)
+        self._thread.join()
+
+    def _run(self, threads: int) -> None:
+        while (task := self._tasks.get()) is not None and not self._abandoned:
+            use_torch_threads(threads)
+            try:
+                task()
+            except Exception as exc:  # the supervision loop of everything an owner computes
+                self._on_error(exc)
+            del task  # it may hold gradients, and the next one may come late
+
+
+_running: weakref.WeakSet[Updater] = weakref.WeakSet()
+
+
+@atexit.register
+def _abandon_all() -> None:
+    """A program may end without closing anything, and the process dies with "terminate called" if a daemon thread is in
+    torch's C++ while the interpreter ends. So threads end before that."""
+    for updater in list(_running):
+        updater.abandon()
+
 
 Contributors = tuple[tuple[int, ...], ...]  # per slice: the ranks with a gradient for it, ascending
 

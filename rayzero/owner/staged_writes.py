@@ -17,8 +17,7 @@ from rayzero.owner.changes import ChangeLog
 from rayzero.owner.checkpoint import CheckpointWriter
 from rayzero.owner.owned_model import OwnedModel
 from rayzero.owner.rules import UpdateRule
-from rayzero.owner.shard import OwnedShard
-from rayzero.owner.updater import Updater
+from rayzero.owner.shard import OwnedShard, Updater
 from rayzero.protocol.bits import same_bits
 from rayzero.protocol.messages import COMPUTE, GROUP, MASTER, STEP, Write
 

@@ -23,7 +23,7 @@ from rayzero.plan.tiers import FP32, hosts_of_owners, hosts_of_ranks, summed_gro
 from rayzero.plan.work import Work
 from rayzero.protocol.gradient_sum import has_totals
 from rayzero.protocol.products import product_ranks
-from rayzero.store.shm.settled import GradientBytes
+from rayzero.store.shm.words import GradientBytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

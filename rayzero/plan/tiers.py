@@ -30,7 +30,7 @@ from rayzero.protocol.gradient_sum import adds_up, gradient_dtype
 from rayzero.protocol.ownership import device_owners
 from rayzero.quantities import count, format_bytes
 from rayzero.store.host.host_sums import AT_ONCE
-from rayzero.store.shm.settled import GradientBytes
+from rayzero.store.shm.words import GradientBytes
 
 FP32 = 4  # bytes
 _PRODUCT = 10  # bytes an element of a shard: a device has a matrix, its product, two smaller ones and what is added; a

@@ -24,9 +24,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
+from rayzero.activations.group import OffloadPolicy
 from rayzero.activations.host_pool import HostPool
 from rayzero.activations.offload import ActivationOffload
-from rayzero.activations.policy import OffloadPolicy
 from rayzero.errors import UnsupportedError
 from rayzero.lanes import Direction, Event, ThreadLane
 from rayzero.layout.model_layout import ModelLayout, UnitLayout

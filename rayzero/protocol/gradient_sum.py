@@ -1,4 +1,4 @@
-"""The memory of the gradients that one rank has pushed, and the sum of a single rank's pushes.
+"""The memory of the gradients that one rank has pushed, the sum of a single rank's pushes, and what is in a total.
 
 Both ends of the store use it: a rank in its own memory, which owners of its host read; an owner in the memory that it
 keeps for a rank on another host.
@@ -13,27 +13,95 @@ of every rank that has one. As soon as every rank has made it, or has said with 
 is added up, and that sum is added to the shard's total, fp32, which the update reads. From then on the step needs no
 rank's own gradients of that round, and their memory is free for others. So a host has one total where it had as many
 gradients as ranks. What is in a total cannot be taken back by one rank alone: all ranks discard, or none.
+
+[Note: scattered gradients] Owners in a rank's own process read gradients where autograd has left them: a tensor a
+parameter, instead of one tensor a unit. Nothing is copied, and they take memory only
+until their update, as plain PyTorch's do until ``zero_grad``: owners hold them, the rank does not.
 """
 
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
+import xxhash
 from torch import Tensor
 
 from rayzero.errors import AccumulationError
 from rayzero.layout.model_layout import ALIGN, ModelLayout, SlotSlice, UnitLayout, aligned
-from rayzero.protocol.messages import AT_HOME, IN_TOTAL, Contribution, ModelSpec, Pushed
+from rayzero.protocol.messages import AT_HOME, ATTEMPTS, IN_TOTAL, Contribution, ModelSpec, Pushed
 
 POOL_ALIGN = 256  # bytes: a range of a pool begins at a multiple
 _LEAST_POOL = 16 << 20  # bytes
 _WIDE = 1 << 16  # elements
-
 T = TypeVar("T")
+WORD_STEP, _WORD_ATTEMPT = 32, 16  # bits of a word below them
+MOST_ROUNDS = (1 << _WORD_ATTEMPT - 1) - 1
+# (rank, attempt as any life of the rank counts it, how many of its pushes), ascending
+Summands = tuple[tuple[int, int, int], ...]
+
+
+class ScatteredUnit:
+    """One push's gradients of a unit.
+
+    Knows parameters' tensors; not shards' owners, or how long it is needed."""
+
+    def __init__(self, unit: UnitLayout, grads: Sequence[Tensor | None]) -> None:
+        """``grads``: by slot, contiguous, the unit's dtype, host memory; None: no gradient. Nobody writes to them any
+        more. The unit has no padding."""
+        self.dtype = unit.dtype
+        self.flats = [None if grad is None else grad.detach().flatten() for grad in grads]  # views
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all tensors."""
+        return sum(flat.nbytes for flat in self.flats if flat is not None)
+
+    def shard(self, slices: Sequence[SlotSlice]) -> ScatteredShard:
+        """The part that lies in a shard of these slices."""
+        return ScatteredShard(self, slices)
+
+    def copy_to(self, memory: Tensor, unit: UnitLayout) -> None:
+        """Fill the parameters' ranges of ``memory`` (1D, unit.numel elements); absent ones keep their bytes."""
+        for slot, flat in zip(unit.slots, self.flats, strict=True):
+            if flat is not None:
+                memory[slot.start : slot.stop].copy_(flat)
+
+
+class ScatteredShard:
+    """One rank's gradients of a shard: read as a 1D tensor of the shard's elements, but within one parameter at a
+    time."""
+
+    def __init__(self, unit: ScatteredUnit, slices: Sequence[SlotSlice]) -> None:
+        self._unit = unit  # keeps the tensors
+        self._slices = [part for part in slices if part.numel]
+        self._starts = [part.start for part in self._slices]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of every element."""
+        return self._unit.dtype
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return self.dtype.itemsize
+
+    def __getitem__(self, elements: slice) -> Tensor:
+        """The elements ``[start, stop)``, a view. They lie in one parameter that has a gradient."""
+        part = self._slices[bisect_right(self._starts, elements.start) - 1]
+        flat = self._unit.flats[part.slot]
+        assert flat is not None, part
+        assert elements.stop <= part.stop, (elements, part)
+        first = part.param_start - part.start
+        return flat[first + elements.start : first + elements.stop]
+
+
+Gradient = Tensor | ScatteredShard  # of one rank and shard
 
 
 class NewestAttempt:
@@ -287,3 +355,93 @@ def add_widened(total: Tensor, values: Tensor) -> None:
     for start in range(0, values.numel(), _WIDE):
         block = values[start : start + _WIDE]
         total[start : start + _WIDE].add_(_wide.values[: block.numel()].copy_(block))
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """What is in a shard's total."""
+
+    step: int
+    rounds: int  # how many
+    summands: Summands | int  # whose gradients; or their digest, if a former life has added them
+    present: tuple[bool, ...]  # per slice: whether any has a gradient for it
+
+    @property
+    def word(self) -> int:
+        """See ``total_word``."""
+        assert not isinstance(self.summands, int)
+        return total_word(self.step, min((attempt for _, attempt, _ in self.summands), default=0), self.rounds)
+
+    def covers(self, step: int, pushes: Mapping[int, int]) -> int:
+        """How many of their pushes ranks need not bring again, because they are in it. ``pushes``: by rank, its
+        attempt at ``step``. What a former life has added is taken for theirs: they have been told of it."""
+        if self.step != step:
+            return 0
+        if isinstance(self.summands, int):
+            return self.rounds
+        there = {rank: attempt for rank, attempt, _ in self.summands}
+        return self.rounds if all(there.get(rank) == tried % ATTEMPTS for rank, tried in pushes.items()) else 0
+
+    def is_of(self, step: int, summands: Summands) -> bool:
+        """Whether exactly these gradients of a step are in it."""
+        mine = digest_of(summands) if isinstance(self.summands, int) else summands
+        return (self.step, self.summands) == (step, mine)
+
+
+def summands_of(pushes: Mapping[int, tuple[int, int]], rounds: int) -> Summands:
+    """What is in a total after some rounds. ``pushes``: by rank that has any, its attempt and how many."""
+    return tuple((rank, attempt, min(count, rounds)) for rank, (attempt, count) in sorted(pushes.items()))
+
+
+def total_word(step: int, attempt: int, rounds: int) -> int:
+    """63 bits and a 0 for what a rank needs to know of a total, or for what it has pushed: the total has that if its
+    word is not less. ``attempt``: of a total the lowest one, of ``rounds`` pushes theirs."""
+    return (step + 1) << WORD_STEP | attempt % ATTEMPTS << _WORD_ATTEMPT | rounds << 1
+
+
+def has_pushed(word: int, pushed: Pushed) -> bool:
+    """Whether a total with this ``total_word`` has what a rank has pushed."""
+    return word >= total_word(pushed.step, pushed.attempt, pushed.count)
+
+
+def digest_of(summands: Summands) -> int:
+    """63 bits that tell summands apart."""
+    return xxhash.xxh3_64_intdigest(repr(summands).encode()) >> 1
+
+
+@dataclass(frozen=True, slots=True)
+class KeptTotal:
+    """What a total was before a round is added to it: in memory that outlives the process, beginning with its first
+    element. It is filled little by little, just before the total changes there, while both are in a core's cache."""
+
+    values: Tensor  # 1D fp32, the total's elements
+    count: Tensor  # int64, 1 element: the first so many are there
+
+    def keep(self, total: Tensor, end: int) -> None:
+        """The elements of ``total`` before ``end`` are about to change."""
+        there = int(self.count)
+        if there < end:
+            self.values[there:end].copy_(total[there:end])
+            self.count.fill_(end)
+
+
+class TotalLine:
+    """What is noted of a total in memory that outlives the process; here nothing, where no memory does."""
+
+    def write(self, made: Total) -> None:
+        """The total is whole: from now on, ranks give back what is in it."""
+
+    def hold(self) -> None:
+        """A rank comes back: what its former life had in the total, ranks give back no more in this step."""
+
+    def clear(self) -> None:
+        """The total's bytes are about to change, and the ranks still have everything that was in it."""
+
+    def keeps(self, total: Tensor) -> KeptTotal | None:
+        """The total's bytes are about to change by one more round. Returns what takes them first; until ``write``,
+        ``read`` brings back those that are in it."""
+        return None
+
+    def read(self, total: Tensor) -> Total | None:
+        """What a former life of the owner has left there; None: nothing."""
+        return None

@@ -1,15 +1,21 @@
-"""Checks the hyper-parameters and finds the optimizer class that ranks send to owners."""
+"""What owners and the lead make of a rank's inputs: it checks hyper-parameters, finds the optimizer class, and folds
+edits of the step's gradients. By the edits a rank also knows the norm that it returns."""
 
 from __future__ import annotations
 
 import importlib
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
 import torch
 
 from rayzero.errors import ConfigError, UnsupportedError
-from rayzero.protocol.messages import Hyper
+from rayzero.protocol.messages import Edit, EditKind, Hyper
+
+_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 def require_numbers(group: int, options: Hyper, like: Hyper) -> None:
@@ -47,3 +53,34 @@ def resolve_optimizer(path: str) -> type[torch.optim.Optimizer]:
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         raise ConfigError(f"optimizer {path!r} is not a torch.optim.Optimizer class")
     return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edited:
+    """The step's gradients after some edits."""
+
+    scale: float  # multiplies the rank-summed gradient ...
+    limit: float  # ... whose elements are then clamped to within +- this
+    norm: float | None  # None: needs another pass over the gradients
+
+
+def edited(edits: Iterable[Edit], norms: Sequence[float], world_size: int) -> Edited:
+    """Fold a rank's edits into one: clamping and then scaling is scaling and then clamping to the scaled limit, so any
+    order of calls is one multiplication and one clamp.
+
+    ``norms``: of the averaged gradients, then of each further pass that clipping by norm after clipping by value
+    needed. Clip factors are torch's."""
+    later = iter(norms)
+    norm: float | None = next(later)
+    factor, limit = 1.0, math.inf
+    for edit in edits:
+        if edit.kind is EditKind.CLIP_VALUE:
+            limit, norm = min(limit, edit.value), None
+            continue
+        by = edit.value
+        if edit.kind is EditKind.CLIP_NORM:
+            norm = next(later) if norm is None else norm
+            by = min(1.0, edit.value / (norm + _EPSILON))
+        factor, limit = factor * by, limit * by
+        norm = None if norm is None else norm * by
+    return Edited(scale=factor / world_size, limit=limit, norm=next(later, None) if norm is None else norm)

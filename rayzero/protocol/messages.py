@@ -1,4 +1,5 @@
-"""The messages between ranks, owners and the lead: frozen values without behaviour.
+"""The messages between ranks, owners and the lead: frozen values without behaviour. And a rank's *lives*: what an
+earlier one did counts only where it was decided.
 
 Ranks (``protocol/store.py``), owners (``owner/``), the lead (``lead/``) and every transport (``store/``) use them.
 Steps count from 0; *version* ``v`` is the content after ``v`` decided steps, so step ``n`` reads version ``n`` and
@@ -10,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from functools import cached_property
@@ -20,7 +21,7 @@ from pydantic import ConfigDict, Field
 
 from rayzero.config.base import Share
 from rayzero.config.zero import CheckpointMoments, MatrixUpdates, Moments, Nonfinite, Spread
-from rayzero.errors import ConfigError, RayZeroError, UnsupportedError
+from rayzero.errors import ConfigError, RayZeroError, StoreClosedError, UnsupportedError
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.records import Sha256, Whole
 
@@ -41,6 +42,7 @@ MOST_BACKWARDS = (1 << 15) - 2  # that a step can be planned with: rounds of a t
 MEAN_BYTES = 4000  # the most that one mean over ranks may hold: it fits a mailbox of shared memory
 
 Hyper = dict[str, Any]  # one parameter group's options, JSON-able: lr, betas, eps, weight_decay, ...
+ATTEMPTS = 1 << 16  # of each life within a step: a later life's pushes replace those of earlier ones
 
 
 def canonical_json(value: Any) -> str:
@@ -431,3 +433,15 @@ class Told:
     means: tuple[tuple[int, MeanInput], ...] = ()  # the last that it asked for, by number
     saved: EndedSave | None = None  # the last one that has ended
     begun: BegunSave | None = None  # the last one that was begun beside the training, and perhaps has ended
+
+
+def require_life(rank: int, life: int, lives: Mapping[int, int]) -> None:
+    """Raise StoreClosedError if ``rank`` has a later life than ``life``. ``lives``: the present ones of ranks that have
+    died."""
+    if lives.get(rank, 0) > life:
+        raise life_is_over(rank, life, lives[rank])
+
+
+def life_is_over(rank: int, life: int, present: int) -> StoreClosedError:
+    """The error of what a rank asked in a ``life`` before its ``present`` one."""
+    return StoreClosedError(f"rank {rank} was replaced: its life {life} is over, {present} is its present one")

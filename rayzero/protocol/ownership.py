@@ -11,8 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rayzero.layout.rescale import Rescale, rescale
-from rayzero.layout.shard_map import ShardMap, shard_map_for
+from rayzero.layout.shard_map import Rescale, ShardMap, rescale, shard_map_for
 from rayzero.protocol.messages import ModelSpec
 from rayzero.protocol.products import shard_work
 

@@ -22,6 +22,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from rayzero.protocol.gradient_sum import ScatteredUnit
 from rayzero.protocol.messages import (
     Attached,
     CheckpointInfo,
@@ -36,7 +37,6 @@ from rayzero.protocol.messages import (
     StepInputs,
     Write,
 )
-from rayzero.protocol.scattered import ScatteredUnit
 
 
 class ParameterStore(Protocol):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rayzero.activations.attach import match_modules
-from rayzero.activations.policy import OffloadPolicy
+from rayzero.activations.group import OffloadPolicy
 from rayzero.config import ScalingConfig
 from rayzero.engine.prepare import COMPUTE_DTYPES, plan_units
 from rayzero.engine.stats import ModelParameterStats

@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from rayzero.errors import HandshakeError, UnsupportedError
-from rayzero.memory.pages import whole_pages
+from rayzero.quantities import whole_pages
 
 MAGIC = b"RZSLAB\r\n"
 FORMAT = 3

@@ -2,7 +2,7 @@
 
 [Note: no slab stays behind] A maker locks its file (``flock``) before it fills it, and keeps the lock while it lives.
 The kernel frees the lock when the maker dies, however it dies. ``sweep`` removes exactly the files for which it gets
-a shared lock, and only those of runs without a living process on this host that nobody holds (slabs/hold.py): a dead
+a shared lock, and only those of runs without a living process on this host that nobody holds (slabs/sweep.py): a dead
 owner's slabs wait for its successor (``Slab.adopt``). (An exclusive lock would fail while another process lists or
 sweeps the slab, so a dead maker would seem alive.) A sweep can hit a file that is created but not locked yet: its
 maker, which waits for the sweep's lock, then sees that the file has lost its name, and makes another one. A process
@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import functools
+import logging
 import os
 import re
 import secrets
@@ -25,6 +26,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from time import monotonic
 
 import torch
 from torch import Tensor
@@ -32,10 +34,9 @@ from torch import Tensor
 from rayzero.concurrency.backoff import backoff
 from rayzero.errors import ConfigError, HandshakeError, StoreClosedError, StoreError
 from rayzero.files import regular_size
-from rayzero.memory.mapping import Mapping, punch_hole
-from rayzero.memory.page_lock import PageLock
-from rayzero.memory.pages import PAGE
+from rayzero.memory.mapping import Mapping, PageLock, punch_hole
 from rayzero.memory.planner import no_room
+from rayzero.quantities import PAGE, format_bytes
 from rayzero.slabs.header import SlabFacts, SlabHeader, check_header, encode_header
 from rayzero.slabs.sweep import MAKING, SHARED_MEMORY, read_header
 
@@ -45,6 +46,9 @@ _NO_ROOM = (errno.ENOSPC, errno.EFBIG, errno.ENOMEM, errno.EDQUOT)
 _LOOKED_AT_S = 1.0  # how long others may look at a slab that is taken over
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
+log = logging.getLogger(__name__)
+_QUICK_S = 1.0  # nothing is logged before
+_SAY_EVERY_S = 5.0
 
 
 class Slab:
@@ -322,3 +326,28 @@ def _take_lock(path: Path, fd: int, *, must: bool) -> None:
             if time.monotonic() + pause > deadline:
                 raise StoreError(f"slab {path} cannot be taken over: the process that made it still runs") from exc
         time.sleep(pause)
+
+
+class FillProgress:
+    """Logs a line once making takes more than a second, then every few seconds, then at the end. A ``Progress``
+    (slabs/slab.py), for one call of ``create_slabs``."""
+
+    def __init__(self, who: str) -> None:
+        """``who``: the maker's name in the log."""
+        self._who, self._began = who, monotonic()
+        self._next = self._began + _QUICK_S
+
+    def __call__(self, done: int, total: int) -> None:
+        """``done`` of ``total`` bytes are made."""
+        now, told = monotonic(), self._next > self._began + _QUICK_S
+        if now < self._next and not (done == total and told):
+            return
+        self._next = now + _SAY_EVERY_S
+        speed = done / (now - self._began) / 1e9
+        log.info(
+            "%s has made %s of %s of shared memory, %.1f GB/s",
+            self._who,
+            format_bytes(done),
+            format_bytes(total),
+            speed,
+        )

@@ -18,12 +18,11 @@ from rayzero.concurrency.futures import DONE, Gather, fail, settle, settled, whe
 from rayzero.concurrency.threads import use_torch_threads
 from rayzero.errors import StoreClosedError
 from rayzero.layout.model_layout import Shard, UnitLayout
+from rayzero.layout.shard_map import ShardMap
 from rayzero.lead.lead import StepLead
 from rayzero.memory.planner import OwnerPlan
-from rayzero.owner.loop_states import LoopStates
-from rayzero.owner.owned_model import CPU, OwnerTerms
+from rayzero.owner.owned_model import CPU, LoopStates, OwnerTerms
 from rayzero.owner.service import ShardService
-from rayzero.protocol.lives import require_life
 from rayzero.protocol.messages import (
     COMPUTE,
     STORED,
@@ -39,11 +38,11 @@ from rayzero.protocol.messages import (
     Pushed,
     StepInputs,
     Write,
+    require_life,
 )
 from rayzero.store.host.stall import StallWatch
 from rayzero.store.owner.memory.slabs import OwnerSlabs
-from rayzero.store.rank.connection import Joined
-from rayzero.store.rank.epochs import Epochs
+from rayzero.store.rank.connection import Epochs, Joined
 from rayzero.store.rank.memory.gradient_region import GradientRegion, gradient_memory, gradient_region
 from rayzero.store.rank.memory.unit_windows import UnitWindows
 from rayzero.store.shm.shared_plan import SharedPlan
@@ -115,6 +114,24 @@ class _Mappable:
         facts = shared.facts("params", self._owner, kernel, 0)
         made = self._memories[self._owner] = OwnerSlabs(shared, facts, None)
         return made
+
+
+class LocalVersions:
+    """``Versions`` (store/rank/connection.py) of owners in this process."""
+
+    def __init__(self, services: Sequence[ShardService], shard_map: ShardMap) -> None:
+        """``services``: by owner."""
+        self._services, self._shard_map = services, shard_map
+
+    def content(self, shards: Sequence[int], version: int) -> int | None:
+        """See ``Versions.content``."""
+        newest = 0
+        for shard in shards:
+            content = self._services[self._shard_map.owner(shard)].content_at(shard, version)
+            if content is None:
+                return None
+            newest = max(newest, content)
+        return newest
 
 
 class LocalTransfers:
@@ -195,16 +212,6 @@ class LocalTransfers:
         reads = [self._read(awaited, shard, version, COMPUTE) for shard in shards]
         when_all(reads, lambda _: settle(done, None), partial(fail, done))
         return done
-
-    def content(self, shards: Sequence[Shard], version: int) -> int | None:
-        """See ``Transfers.content``."""
-        newest = 0
-        for shard in shards:
-            content = self._service.content_at(shard.index, version)
-            if content is None:
-                return None
-            newest = max(newest, content)
-        return newest
 
     def _read(self, awaited: str, shard: Shard, version: int, kind: str) -> Future[Tensor]:
         read = self._service.read(shard.index, version, kind)
@@ -345,6 +352,7 @@ class LocalConnection:
             spec=spec,
             shard_map=plan.shard_map,
             transfers=[self._transfers(service) for service in services],
+            versions=LocalVersions(services, plan.shard_map),
             senders={},
             lead=self._lead,
             windows=self._windows,

@@ -29,8 +29,8 @@ from rayzero.elastic.supervisor import Answered, Died, Ended, Event, Serves, Sup
 from rayzero.engine.context import running_in
 from rayzero.engine.private_torch import load_compiler_only_to_compile
 from rayzero.errors import RankLeftError, RunFailedError
-from rayzero.layout.rescale import Rescale
-from rayzero.memory.malloc import map_blocks
+from rayzero.layout.shard_map import Rescale
+from rayzero.memory.process_memory import map_blocks
 from rayzero.protocol.ownership import Ownership
 from rayzero.store.remote.owner_table import OwnerTable
 from rayzero.testing.members import (

@@ -34,10 +34,9 @@ from rayzero.errors import ConfigError
 from rayzero.protocol.ownership import device_owners
 from rayzero.protocol.store import ParameterStore
 from rayzero.security.credentials import ANY_RANK, OWNER, Identity
-from rayzero.slabs.hold import Hold
-from rayzero.slabs.sweep import SHARED_MEMORY, sweep
+from rayzero.slabs.sweep import SHARED_MEMORY, Hold, sweep
 from rayzero.store.remote.owner_table import OwnerTable
-from rayzero.store.shm.same_host import why_no_sharing
+from rayzero.store.shm.signals import why_no_sharing
 from rayzero.telemetry.recorder import Recorder
 from rayzero.testing.members import (
     Connect,

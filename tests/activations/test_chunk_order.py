@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayzero.activations.group import ChunkKey, ChunkOrder, ChunkQuota
-from rayzero.activations.policy import OffloadPolicy
+from rayzero.activations.group import ChunkKey, ChunkOrder, ChunkQuota, OffloadPolicy
 from rayzero.errors import ConfigError
 
 Event = tuple[str, int, int]  # "F" or "B", virtual stage, microbatch

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from rayzero.activations import ThreadLane
 from rayzero.activations.entry import Entry, Saved, StoragePiece, View, plan_pieces, view_of
-from rayzero.activations.group import Chunk, ChunkKey, ChunkQuota
+from rayzero.activations.group import Chunk, ChunkKey, ChunkQuota, OffloadPolicy
 from rayzero.activations.host_pool import HostPool
 from rayzero.activations.ledger import Ledger
-from rayzero.activations.policy import OffloadPolicy
 from rayzero.activations.shelf import Shelf
 from rayzero.telemetry.recorder import NullRecorder
 

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from rayzero.cli.status import describe_run, format_status
 from rayzero.errors import RayZeroError
 from rayzero.recipes.run_log import StepRow
-from rayzero.slabs.hold import Hold
-from rayzero.store.shm.same_host import host_identity, why_no_sharing
+from rayzero.slabs.sweep import Hold
+from rayzero.store.shm.signals import host_identity, why_no_sharing
 
 RECORD = {
     "run": "demo", "state": "finished", "started_at": time.time() - 9, "ended_at": time.time(), "error": None,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rayzero.cluster.continuation import Continuation, Left, Lost, States, Successor, choose, find_continuation
-from rayzero.layout.rescale import Rescale
+from rayzero.layout.shard_map import Rescale
 from rayzero.protocol.messages import AT_COMMIT, AT_FORWARD, Action, Decision
 from rayzero.protocol.ownership import Ownership
 from rayzero.store.shm.recovery import DeadRun, DeadShard

@@ -22,7 +22,7 @@ from rayzero.errors import RunFailedError
 from rayzero.protocol.ownership import Ownership
 from rayzero.security.authority import Authority
 from rayzero.security.credentials import ANY_RANK
-from rayzero.slabs.hold import held_in
+from rayzero.slabs.sweep import held_in
 from rayzero.store.file_counts import files_of_owner
 from tests.support import needs
 

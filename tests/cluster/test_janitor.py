@@ -23,8 +23,7 @@ from engine.whole_run import LINEAGE, RUN
 from rayzero.cluster.continuation import Continuation, what_is_left
 from rayzero.cluster.janitor import Janitor, KeptStates, clear_up
 from rayzero.protocol.ownership import Ownership
-from rayzero.slabs.hold import held_in
-from rayzero.slabs.sweep import SHARED_MEMORY, sweep
+from rayzero.slabs.sweep import SHARED_MEMORY, held_in, sweep
 from tests.forked import Forked, forked
 from tests.support import needs
 from tests.support.waiting import until
@@ -200,7 +199,7 @@ HELD = """
 import os, signal, sys, time
 from pathlib import Path
 from rayzero.cluster.janitor import Janitor, KeptStates
-from rayzero.slabs.hold import held_in
+from rayzero.slabs.sweep import held_in
 slabs = Path(sys.argv[1])
 janitor = Janitor(slabs, None, keep=KeptStates(run="demo", lineage="one", seconds=0))
 until = time.monotonic() + 60

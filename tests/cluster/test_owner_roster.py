@@ -18,7 +18,7 @@ from rayzero.cluster.processes.process_exporter import LOOPBACK
 from rayzero.cluster.run import Member, actor_name, optimizer_name, rank_name
 from rayzero.config import SecurityConfig, TelemetryConfig
 from rayzero.elastic.members import MemberId, MemberKind
-from rayzero.layout.rescale import Rescale
+from rayzero.layout.shard_map import Rescale
 from rayzero.protocol.ownership import Ownership
 from rayzero.security.metrics_access import MetricsAccess
 from rayzero.telemetry.metric import Role

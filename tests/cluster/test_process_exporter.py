@@ -19,8 +19,7 @@ from rayzero.cluster.processes.coordinator import LATE_S, Heartbeats
 from rayzero.cluster.processes.process_exporter import MemorySource
 from rayzero.config import RunConfig, TelemetryConfig
 from rayzero.errors import ConfigError
-from rayzero.memory.malloc import give_back_freed
-from rayzero.memory.process_memory import ProcessMemory, process_memory
+from rayzero.memory.process_memory import ProcessMemory, give_back_freed, process_memory
 from rayzero.telemetry.names import (
     ACTORS,
     HEAP_BYTES,

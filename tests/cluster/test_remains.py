@@ -11,7 +11,7 @@ from slabs.test_hold import leave
 from rayzero.cluster.actors import run_actors
 from rayzero.cluster.actors.run_actors import RunActors
 from rayzero.cluster.janitor import Remains, leaving_nothing
-from rayzero.slabs.hold import Hold
+from rayzero.slabs.sweep import Hold
 
 
 @pytest.fixture(autouse=True)

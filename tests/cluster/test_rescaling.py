@@ -26,7 +26,7 @@ from rayzero.elastic.reform import Step
 from rayzero.elastic.requests import ScaleRequest
 from rayzero.elastic.supervisor import Answered
 from rayzero.errors import ConfigError
-from rayzero.layout.rescale import Rescale
+from rayzero.layout.shard_map import Rescale
 from rayzero.protocol.ownership import Ownership, Prepared
 
 

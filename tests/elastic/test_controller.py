@@ -13,7 +13,7 @@ from rayzero.elastic.controller import Action, Controller, Run, Start, wait_befo
 from rayzero.elastic.members import MemberId, MemberKind, Process
 from rayzero.elastic.reform import Abandon, Call, Join, Kill, Retire, Step
 from rayzero.errors import ConfigError
-from rayzero.layout.rescale import Rescale
+from rayzero.layout.shard_map import Rescale
 from rayzero.protocol.ownership import Ownership
 
 HOLD, SETTLE, PREPARE, LET_STAND, ENTER, CHANGE = list(Step)[1:]

@@ -18,7 +18,7 @@ import rayzero
 from rayzero import ZeroConfig
 from rayzero.elastic.reform import hosts_without_owner, with_doors
 from rayzero.engine.context import RankContext
-from rayzero.layout.rescale import Rescale
+from rayzero.layout.shard_map import Rescale
 from rayzero.protocol.ownership import Ownership
 from rayzero.slabs.sweep import SHARED_MEMORY, list_slabs
 from rayzero.store.owner.memory.slabs import is_control

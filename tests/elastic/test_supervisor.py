@@ -9,7 +9,7 @@ from rayzero.elastic.controller import Controller
 from rayzero.elastic.members import MemberId, MemberKind, Process
 from rayzero.elastic.reform import Step
 from rayzero.elastic.supervisor import Answered, Died, Ended, Serves, Supervisor
-from rayzero.layout.rescale import Rescale
+from rayzero.layout.shard_map import Rescale
 from rayzero.protocol.ownership import Ownership, Prepared
 
 

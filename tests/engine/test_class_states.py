@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,15 +51,6 @@ def train(model: nn.Module, optimizer: Any, steps: range) -> None:
         model(x).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Products of matrices have other bits with other numbers of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def same_states(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:

@@ -26,8 +26,7 @@ from rayzero.engine.rank_step import RankStep
 from rayzero.engine.step_clock import StepClock
 from rayzero.errors import ConfigError, RunFailedError, StateLostError, UntrackedError
 from rayzero.lead.lead import StepLead
-from rayzero.protocol.lives import ATTEMPTS
-from rayzero.protocol.messages import FinishReport, StepInputs, Write
+from rayzero.protocol.messages import ATTEMPTS, FinishReport, StepInputs, Write
 from rayzero.telemetry.recorder import NullRecorder
 from rayzero.testing import Killed, run_ranks
 from tests.support import needs

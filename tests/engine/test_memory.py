@@ -17,8 +17,8 @@ from rayzero.engine.engine import Engine
 from rayzero.engine.engine_memory import HeapPeak
 from rayzero.engine.units.param_unit import UnitState
 from rayzero.errors import ConfigError, MemoryPlanError
-from rayzero.memory.malloc import heap_use
 from rayzero.memory.pool import buffer_bytes
+from rayzero.memory.process_memory import heap_use
 from rayzero.telemetry.names import HEAP_BYTES, PINNED_UNITS, PREFETCH_REQUESTS
 from rayzero.telemetry.recorder import MemoryRecorder
 from rayzero.testing import run_ranks
@@ -184,7 +184,7 @@ def holds_nothing(context: RankContext) -> bool:
     adam = torch.optim.AdamW(model.parameters())
     model, optimizer = rayzero.prepare(model, adam, ZeroConfig(units=["Linear"]))
     model(torch.ones(2, 64)).sum().backward()
-    region = optimizer.engine.store._writer.region
+    region = optimizer.engine.store._pushes.region
     optimizer.step()
     until(lambda: not region.held())
     return True

@@ -19,7 +19,7 @@ from rayzero.convert.conversion import convert, export_full
 from rayzero.engine.checkpoint.load import load_checkpoint
 from rayzero.engine.context import RankContext, running_in
 from rayzero.engine.prepare import COMPUTE_DTYPES, plan_units
-from rayzero.engine.start.opaque import refuse_apart
+from rayzero.engine.start.initial_values import refuse_apart
 from rayzero.errors import CheckpointError, UnsupportedError
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.records import check_record

@@ -5,9 +5,6 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,45 +16,17 @@ import rayzero
 from rayzero import ZeroConfig
 from rayzero.checkpoint import CheckpointReader
 from rayzero.checkpoint.manifest import MANIFEST
-from rayzero.checkpoint.tensor_file import TensorFileWriter
 from rayzero.engine.context import OpenCheckpoint, RankContext, running_in
 from rayzero.errors import CheckpointWriteError
-from rayzero.store.shm.same_host import why_no_sharing
+from rayzero.store.shm.signals import why_no_sharing
 from rayzero.testing import run_ranks
+from tests.support.standing_disk import Disk, standing_still
 
 from .models import fit, prepared_copy, same_bits, seeded
 from .test_comeback import Small
 
 WAIT = 20.0  # seconds after which a test is broken
 LAST = 6
-
-
-class Disk:
-    """Holds owners' files up until ``goes_on``, and fails them then if there is an ``error``."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.asked, self.goes_on = threading.Event(), threading.Event()
-        self.error: OSError | None = None
-        write = TensorFileWriter._write_part
-
-        def held_up(file: TensorFileWriter, *args: Any) -> int:
-            if file.path.name.startswith("owner"):
-                self.asked.set()
-                assert self.goes_on.wait(WAIT)
-                if self.error is not None:
-                    raise self.error
-            return write(file, *args)
-
-        monkeypatch.setattr(TensorFileWriter, "_write_part", held_up)
-
-
-@contextmanager
-def standing_still(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
-    disk = Disk(monkeypatch)
-    try:
-        yield disk
-    finally:
-        disk.goes_on.set()
 
 
 BASE = seeded(Small, 1)

@@ -11,9 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayzero.engine.units import fetch as fetching
-from rayzero.engine.units.fetch import ConditionalFetch, Fetching, Waited
-from rayzero.engine.units.residency import UnitBuffer
+from rayzero.engine.units import residency as fetching
+from rayzero.engine.units.residency import ConditionalFetch, Fetching, UnitBuffer, Waited
 from rayzero.engine.units.schedule import Phase, PrefetchPace, quantile, wanted_depth
 from rayzero.memory.pool import MemoryBudget
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rayzero
 from rayzero import Stats, ZeroConfig
-from rayzero.engine.autograd.pass_times import PassTimes
+from rayzero.engine.autograd.hooks import PassTimes
 from rayzero.engine.context import RankContext, running_in
 from rayzero.engine.stats import ModelParameterStats, measured_link
 from rayzero.engine.step_clock import StepClock
@@ -307,7 +307,7 @@ def test_a_layers_time_leaves_out_waits_and_the_layers_inside(
 ) -> None:
     _, optimizer = prepared()
     root, inner = optimizer.engine.units[:2]
-    monkeypatch.setattr("rayzero.engine.autograd.pass_times.perf_counter", now := Clock())
+    monkeypatch.setattr("rayzero.engine.autograd.hooks.perf_counter", now := Clock())
     waits = StepClock(MemoryRecorder())
     times = PassTimes(4, waits, Spans())
     times.opened()

@@ -13,9 +13,8 @@ import rayzero
 from rayzero import ZeroConfig
 from rayzero.engine.context import RankContext
 from rayzero.engine.step_clock import StepClock
-from rayzero.engine.units.fetch import DeviceCopy, Fetching, Waited
 from rayzero.engine.units.partition import build_layout
-from rayzero.engine.units.residency import UnitBuffer
+from rayzero.engine.units.residency import DeviceCopy, Fetching, UnitBuffer, Waited
 from rayzero.engine.units.schedule import Phase, PrefetchPace, UseTimes
 from rayzero.memory.pool import MemoryBudget
 from rayzero.telemetry.names import (

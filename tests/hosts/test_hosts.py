@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from rayzero.concurrency.processes import this_process
-from rayzero.store.shm.same_host import host_identity
+from rayzero.store.shm.signals import host_identity
 from tests.support.leftovers import files_left, open_files
 
 from .hosts import Host, HostsError, hosts, why_no_hosts
@@ -106,7 +106,7 @@ def test_each_has_files_of_its_own(folder: str, three: tuple[Host, ...]) -> None
 
 
 def test_each_is_a_host_of_its_own_to_who_would_share_memory_or_watch_processes(three: tuple[Host, ...]) -> None:
-    ask = "from rayzero.store.shm.same_host import host_identity as host\n"
+    ask = "from rayzero.store.shm.signals import host_identity as host\n"
     ask += "from rayzero.concurrency.processes import this_process as process\nprint(host(), process().kernel)"
     asked = [host.start([sys.executable, "-c", ask]) for host in three[:2]]
     told = [process.communicate(timeout=100)[0].split() for process in asked]

@@ -21,12 +21,8 @@ transformers.utils.logging.set_verbosity_error()
 
 
 @pytest.fixture(autouse=True)
-def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _one_thread(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
     monkeypatch.setenv("RAYZERO_DEBUG", "1")
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

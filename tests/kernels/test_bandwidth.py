@@ -6,7 +6,7 @@ from itertools import chain
 
 import pytest
 
-from rayzero.kernels import bandwidth, native
+from rayzero.kernels import native
 from rayzero.memory.process_memory import process_memory
 
 
@@ -15,7 +15,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> int:
     """Arrays of 1 MiB; the bytes that a run reads and writes."""
     if isinstance(native.load(), str):
         pytest.skip("no native library")
-    monkeypatch.setattr(bandwidth, "_ELEMENTS", 1 << 18)
+    monkeypatch.setattr(native, "_ELEMENTS", 1 << 18)
     return 6 << 20
 
 
@@ -27,26 +27,26 @@ def test_it_is_what_three_arrays_read_and_written_take_in_the_best_run(small, mo
         def perf_counter(cls) -> float:
             return next(cls.times)
 
-    monkeypatch.setattr(bandwidth, "time", Clock)
-    assert bandwidth.measure_bandwidth(1) == small / 0.5
+    monkeypatch.setattr(native, "time", Clock)
+    assert native.measure_bandwidth(1) == small / 0.5
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_real_one_is_positive_and_possible(small, threads) -> None:
-    measured = bandwidth.measure_bandwidth(threads)
+    measured = native.measure_bandwidth(threads)
     assert measured is not None
     assert 1e7 < measured < 1e13
 
 
 def test_without_the_native_library_nothing_is_claimed(monkeypatch) -> None:
     monkeypatch.setattr(native, "load", lambda: "no compiler")
-    assert bandwidth.measure_bandwidth(1) is None
+    assert native.measure_bandwidth(1) is None
 
 
 def test_its_memory_is_given_back() -> None:
     if isinstance(native.load(), str):
         pytest.skip("no native library")
-    bandwidth.measure_bandwidth(1)
+    native.measure_bandwidth(1)
     before = process_memory().anonymous
-    bandwidth.measure_bandwidth(1)
+    native.measure_bandwidth(1)
     assert process_memory().anonymous - before < 32 << 20, "of 96 MiB"

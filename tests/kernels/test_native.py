@@ -32,9 +32,8 @@ from rayzero.errors import UnsupportedError
 from rayzero.kernels import choose_kernel, choose_squares, native
 from rayzero.kernels.kernel import AdamMemory, AdamOptions, Segment
 from rayzero.kernels.rank_sum import RankSum, SquareSum
-from rayzero.kernels.reference import ReferenceKernel
-from rayzero.kernels.torch_kernel import TorchKernel
-from rayzero.protocol.totals import KeptTotal
+from rayzero.kernels.torch_kernel import ReferenceKernel, TorchKernel
+from rayzero.protocol.gradient_sum import KeptTotal
 
 LOADED = native.load()
 if isinstance(LOADED, str):

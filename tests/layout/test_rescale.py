@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayzero.errors import ConfigError
-from rayzero.layout.rescale import Rescale, rescale
-from rayzero.layout.shard_map import ShardMap
+from rayzero.layout.shard_map import Rescale, ShardMap, rescale
 from rayzero.protocol.ownership import Ownership
 
 sizes_lists = st.lists(st.integers(0, 1000), max_size=40)

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayzero.layout.model_layout import ModelLayout, lay_out_unit
-from rayzero.layout.rescale import Rescale, rescale
-from rayzero.layout.shard_map import ShardMap, shard_map_for
+from rayzero.layout.shard_map import Rescale, ShardMap, rescale, shard_map_for
 from rayzero.protocol.products import newton_schulz, product_ranks, product_work, shard_work
 
 MUON, ADAMW = {"lr": 0.1, "ns_steps": 5}, {"lr": 0.1}

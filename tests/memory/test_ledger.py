@@ -7,8 +7,15 @@ import mmap
 import pytest
 import torch
 
-from rayzero.memory.malloc import HeapUse, heap_use
-from rayzero.memory.process_memory import LedgerCount, ProcessMemory, ledger_rest, process_memory, without_model
+from rayzero.memory.process_memory import (
+    HeapUse,
+    LedgerCount,
+    ProcessMemory,
+    heap_use,
+    ledger_rest,
+    process_memory,
+    without_model,
+)
 
 MIB = 1 << 20
 BASE = {"rss": 300, "shm": 0, "pss": 250, "uss": 200, "anonymous": 200, "split": 0, "file": 50}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import rayzero.engine as engine
-from rayzero.memory.malloc import heap_use
+from rayzero.memory.process_memory import heap_use
 from rayzero.testing import run_ranks
 
 FAULTS = """
@@ -34,7 +34,7 @@ def said_by(program: str, **env: str) -> list[str]:
 
 
 def test_freed_buffers_are_used_again_without_page_faults() -> None:
-    program = "from rayzero.memory.malloc import keep_some_buffers as keep\n"
+    program = "from rayzero.memory.process_memory import keep_some_buffers as keep\n"
     program += f"print(faults{SOME_MESSAGES}, keep(), faults{SOME_MESSAGES})"
     before, done, after = said_by(program)
     if done == "False":
@@ -46,7 +46,8 @@ def test_freed_buffers_are_used_again_without_page_faults() -> None:
     "setting", [{"MALLOC_TRIM_THRESHOLD_": "131072"}, {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072"}]
 )
 def test_the_users_own_thresholds_stay(setting: dict[str, str]) -> None:
-    program = f"from rayzero.memory.malloc import keep_some_buffers\nprint(keep_some_buffers(), faults{SOME_MESSAGES})"
+    program = "from rayzero.memory.process_memory import keep_some_buffers as keep\n"
+    program += f"print(keep(), faults{SOME_MESSAGES})"
     done, after = said_by(program, **setting)
     assert done == "False"
     assert int(after) > 1000

@@ -15,9 +15,9 @@ from rayzero.errors import MemoryPlanError
 from rayzero.hybrid.buckets import Bucket
 from rayzero.hybrid.placement import Piece
 from rayzero.lanes import ThreadLane
-from rayzero.memory.page_lock import PageLock, host_zeros, locked_bytes
-from rayzero.memory.pages import PAGE
+from rayzero.memory.mapping import PageLock, host_zeros, locked_bytes
 from rayzero.memory.pool import BufferPool
+from rayzero.quantities import PAGE
 from tests.cuda_driver import OURS, Driver, driver
 
 __all__ = ["driver"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,13 +51,7 @@ class Preconditioned(torch.optim.Optimizer):
                 p.sub_(step, alpha=group["lr"])
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Products of matrices have other bits with other numbers of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 UNITS = (

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from store.toy import WAIT, make_spec, random_grads
 from torch import Tensor
 
-from rayzero.checkpoint.tensor_file import DeferredTensor, TensorFileWriter
+from rayzero.checkpoint.tensor_file import DeferredTensor
 from rayzero.errors import CheckpointAbandonedError, CheckpointWriteError
 from rayzero.layout.shard_map import shard_map_for
 from rayzero.memory.planner import plan_owner
 from rayzero.owner.checkpoint import HeldVersion
 from rayzero.telemetry.names import CHECKPOINT_STALL_SECONDS
 from rayzero.telemetry.recorder import MemoryRecorder
+from tests.support.standing_disk import standing_still
 
 from .owner import owner_of
 
@@ -109,33 +107,6 @@ def test_who_waits_goes_on_when_nobody_wants_the_file_any_more(budget: int) -> N
 # ---- an owner
 
 
-class Disk:
-    """Holds every file's tensors up until ``goes_on``; then lets them through."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.asked, self.goes_on = threading.Event(), threading.Event()
-        self.error: OSError | None = None
-        write = TensorFileWriter._write_part
-
-        def held_up(file: TensorFileWriter, *args: Any) -> int:
-            self.asked.set()
-            assert self.goes_on.wait(WAIT)
-            if self.error is not None:
-                raise self.error
-            return write(file, *args)
-
-        monkeypatch.setattr(TensorFileWriter, "_write_part", held_up)
-
-
-@contextmanager
-def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
-    found = Disk(monkeypatch)
-    try:
-        yield found
-    finally:
-        found.goes_on.set()
-
-
 ENOUGH = 1 << 20
 
 
@@ -150,7 +121,7 @@ def test_steps_go_on_while_a_version_is_written_and_its_file_is_that_of_a_save_n
         owner.take_step([grads[0]])
         alone = owner.service.write_checkpoint(1, tmp_path / "alone").result(WAIT)
     recorder = MemoryRecorder()
-    with disk(monkeypatch) as still, owner_of(spec, recorder=recorder) as owner:
+    with standing_still(monkeypatch) as still, owner_of(spec, recorder=recorder) as owner:
         owner.take_step([grads[0]])
         owner.service.begin_checkpoint(1, tmp_path / "beside").result(WAIT)
         assert still.asked.wait(WAIT)
@@ -169,7 +140,7 @@ def test_steps_go_on_while_a_version_is_written_and_its_file_is_that_of_a_save_n
 def test_without_copies_an_update_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = replace(make_spec(1), checkpoint_copies=0)
     grads = [random_grads(spec, seed) for seed in range(2)]
-    with disk(monkeypatch) as still, owner_of(spec) as owner:
+    with standing_still(monkeypatch) as still, owner_of(spec) as owner:
         owner.take_step([grads[0]])
         owner.service.begin_checkpoint(1, tmp_path / "step").result(WAIT)
         assert still.asked.wait(WAIT)
@@ -184,7 +155,7 @@ def test_without_copies_an_update_waits_for_the_disk(tmp_path: Path, monkeypatch
 def test_a_disk_that_fails_ends_the_file_and_no_update_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = replace(make_spec(1), checkpoint_copies=0)
     grads = [random_grads(spec, seed) for seed in range(2)]
-    with disk(monkeypatch) as still, owner_of(spec) as owner:
+    with standing_still(monkeypatch) as still, owner_of(spec) as owner:
         owner.take_step([grads[0]])
         owner.service.begin_checkpoint(1, tmp_path / "step").result(WAIT)
         assert still.asked.wait(WAIT)
@@ -203,7 +174,7 @@ def test_a_newer_request_ends_the_file_that_nobody_wants_any_more(
     """Its lead is dead: a lead asks for one file at a time."""
     spec = replace(make_spec(1), checkpoint_copies=ENOUGH)
     grads = [random_grads(spec, seed) for seed in range(2)]
-    with disk(monkeypatch) as still, owner_of(spec) as owner:
+    with standing_still(monkeypatch) as still, owner_of(spec) as owner:
         owner.take_step([grads[0]])
         older = owner.service.write_checkpoint(1, tmp_path / "older")
         assert still.asked.wait(WAIT)
@@ -221,7 +192,7 @@ def test_a_newer_request_ends_the_file_that_nobody_wants_any_more(
 def test_an_owner_that_closes_waits_for_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = replace(make_spec(1), checkpoint_copies=0)
     grads = [random_grads(spec, seed) for seed in range(2)]
-    with disk(monkeypatch) as still:
+    with standing_still(monkeypatch) as still:
         with owner_of(spec) as owner:
             owner.take_step([grads[0]])
             written = owner.service.write_checkpoint(1, tmp_path / "step")

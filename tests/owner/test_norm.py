@@ -11,7 +11,7 @@ import torch
 from rayzero.kernels import Squares, choose_kernel, choose_squares
 from rayzero.kernels.rank_sum import LEAF, SquareSum
 from rayzero.lead.decide import decide, total_norm
-from rayzero.protocol.edits import edited
+from rayzero.protocol.hyper import edited
 from rayzero.protocol.messages import Clamp, Edit, EditKind, FinishReport, Norm, NormParts, StepInputs
 
 

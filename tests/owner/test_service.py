@@ -30,8 +30,7 @@ from rayzero.owner.gradients.landing import Landing
 from rayzero.owner.memory import HostMemory
 from rayzero.owner.owned_model import OwnerTerms
 from rayzero.owner.service import ShardService
-from rayzero.owner.shard import ShardState, allocate
-from rayzero.owner.updater import Task, Updater
+from rayzero.owner.shard import ShardState, Task, Updater, allocate
 from rayzero.protocol.messages import MASTER, Action, FileEntry, Norm, Published, Record, Write
 from rayzero.telemetry.names import CHECKPOINT_STALL_SECONDS, OPTIMIZER_PARAMS
 from rayzero.telemetry.recorder import MemoryRecorder

@@ -17,9 +17,8 @@ from rayzero.kernels import Squares, choose_squares
 from rayzero.kernels.rank_sum import RankSum
 from rayzero.owner.gradients import contributions
 from rayzero.owner.gradients.landing import RoundLanding
-from rayzero.protocol.lives import ATTEMPTS
-from rayzero.protocol.messages import Clamp, FinishReport, ModelSpec
-from rayzero.protocol.totals import total_word
+from rayzero.protocol.gradient_sum import total_word
+from rayzero.protocol.messages import ATTEMPTS, Clamp, FinishReport, ModelSpec
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from rayzero.owner.updater import Updater
+from rayzero.owner.shard import Updater
 
 
 def test_tasks_run_in_order_with_the_threads_asked_for() -> None:

@@ -15,7 +15,7 @@ PROGRAM = """
     import torch
 
     from rayzero.lanes import ThreadLane
-    from rayzero.owner.updater import Updater
+    from rayzero.owner.shard import Updater
     from rayzero.store.owner.hosted import HostedModels
     from rayzero.store.owner.server import serve_models
     from rayzero.store.rank.rank_store import RankStore

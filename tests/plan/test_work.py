@@ -13,9 +13,9 @@ from torch.profiler import ProfilerActivity, profile
 
 import rayzero
 from rayzero import ZeroConfig
+from rayzero.activations.group import OffloadPolicy
 from rayzero.activations.host_pool import HostPool
 from rayzero.activations.offload import ActivationOffload
-from rayzero.activations.policy import OffloadPolicy
 from rayzero.engine.context import RankContext, running_in
 from rayzero.engine.prepare import engine_of
 from rayzero.engine.units.partition import build_layout

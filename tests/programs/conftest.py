@@ -79,11 +79,8 @@ def settings(category: str, number: int, case: Case, config: pytest.Config) -> l
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def _one_thread(one_thread: None) -> None:
+    pass
 
 
 @pytest.fixture(autouse=True)

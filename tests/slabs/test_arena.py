@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayzero.memory.pages import PAGE
+from rayzero.quantities import PAGE
 from rayzero.slabs.arena import Arena, SlabGroup, SlabPiece, plan_arena
 from rayzero.slabs.header import SlabFacts
 from rayzero.slabs.slab import Slab

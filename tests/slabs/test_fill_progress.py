@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rayzero.slabs.fill_progress import FillProgress
 from rayzero.slabs.header import SlabFacts, lay_out_slab
-from rayzero.slabs.slab import create_slabs
+from rayzero.slabs.slab import FillProgress, create_slabs
 
 GIB = 1 << 30
 
@@ -18,7 +17,7 @@ def said(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, times: list[float], done: list[int]
 ) -> list[str]:
     ticks = iter([0.0, *times])
-    monkeypatch.setattr("rayzero.slabs.fill_progress.monotonic", lambda: next(ticks))
+    monkeypatch.setattr("rayzero.slabs.slab.monotonic", lambda: next(ticks))
     progress = FillProgress("rank 3")
     with caplog.at_level(logging.INFO, "rayzero"):
         for size in done:
@@ -47,7 +46,7 @@ def test_the_making_of_slabs_reports_to_it(
 ) -> None:
     facts = SlabFacts(run="r", role="grads", index=0, incarnation=1, layout_digest="d", kernel="k")
     seconds = iter(range(0, 100, 2))
-    monkeypatch.setattr("rayzero.slabs.fill_progress.monotonic", lambda: float(next(seconds)))
+    monkeypatch.setattr("rayzero.slabs.slab.monotonic", lambda: float(next(seconds)))
     with caplog.at_level(logging.INFO, "rayzero"):
         (slab,) = create_slabs(
             [lay_out_slab(facts, [("data", 4096, 0)])],

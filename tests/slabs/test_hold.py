@@ -13,14 +13,13 @@ import pytest
 
 from rayzero.cli.doctor import swept
 from rayzero.slabs.header import SlabFacts, lay_out_slab
-from rayzero.slabs.hold import Hold, end_hold, held_in
 from rayzero.slabs.slab import Slab
-from rayzero.slabs.sweep import list_slabs, sweep
+from rayzero.slabs.sweep import Hold, end_hold, held_in, list_slabs, sweep
 
 HOLDER = """
 import sys, signal
 from pathlib import Path
-from rayzero.slabs.hold import Hold
+from rayzero.slabs.sweep import Hold
 hold = Hold(Path(sys.argv[1]), "one", 4e9)
 hold.tell(41, 4e9)
 assert "torch" not in sys.modules
@@ -80,7 +79,7 @@ def test_a_holder_that_dies_holds_nothing_and_leaves_nothing(how: signal.Signals
 def test_who_continues_a_run_ends_the_hold_of_its_janitor_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rayzero.slabs.hold._ENDS_S", 600.0)  # of which nothing is waited out
+    monkeypatch.setattr("rayzero.slabs.sweep._ENDS_S", 600.0)  # of which nothing is waited out
     leave(tmp_path, "one")
     process, mine = holder(tmp_path), Hold(tmp_path, "one")
     end_hold(tmp_path, "two")

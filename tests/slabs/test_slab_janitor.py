@@ -16,8 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rayzero.slabs.hold import Hold, held_in
-from rayzero.slabs.sweep import SlabJanitor, clear_up, main, sweep
+from rayzero.slabs.sweep import Hold, SlabJanitor, clear_up, held_in, main, sweep
 from tests.support.waiting import until
 
 from .test_hold import leave, made

@@ -27,7 +27,7 @@ from rayzero.errors import (
     StoreError,
     UnsupportedError,
 )
-from rayzero.memory.pages import PAGE
+from rayzero.quantities import PAGE
 from rayzero.slabs.header import (
     SlabFacts,
     SlabHeader,

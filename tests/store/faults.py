@@ -32,7 +32,7 @@ from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import OwnerServer, serve_models
 from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.remote.remote_connection import RankTerms, RemoteConnection
-from rayzero.store.shm.same_host import why_no_sharing
+from rayzero.store.shm.signals import why_no_sharing
 from rayzero.store.wire import tensor_streams
 from rayzero.telemetry.recorder import MemoryRecorder
 from store.proxy import Proxy, all_of

@@ -20,7 +20,7 @@ from rayzero.store.owner.hosted import ByModel, HostedModels
 from rayzero.store.owner.server import OwnerServer, serve_models
 from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.remote.remote_connection import RankTerms, RemoteConnection
-from rayzero.store.shm.same_host import why_no_sharing
+from rayzero.store.shm.signals import why_no_sharing
 from rayzero.telemetry.recorder import Recorder
 
 # Its own: other tests run beside, and ports are given out again. Processes that these tests start have the same.

@@ -261,10 +261,10 @@ def test_what_is_in_totals_takes_no_memory_of_ranks(make_stores: StoreFactory, m
                 store = rank.store
                 assert isinstance(store, RankStore)
                 for unit in range(3):
-                    kept = () if store._writer is None else store._writer.region.pushed(unit)
+                    kept = () if store._pushes.region is None else store._pushes.region.pushed(unit)
                     for pushed in kept[-1:]:  # none where everything is sent, to owners that are not replaced
                         assert pushed.place >= AT_HOME
-                        until(lambda store=store, unit=unit, pushed=pushed: not store.need(unit, pushed))
+                        until(lambda store=store, unit=unit, pushed=pushed: not store._pushes.is_needed(unit, pushed))
         for rank in ranks:
             rank.finish()
         assert masters(ranks[0])

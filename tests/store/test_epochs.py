@@ -8,7 +8,7 @@ from concurrent.futures import Future
 import pytest
 
 from rayzero.errors import EpochOverError, StoreError
-from rayzero.store.rank.epochs import Epochs
+from rayzero.store.rank.connection import Epochs
 
 WAIT = 10.0
 

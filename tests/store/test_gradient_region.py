@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
-from rayzero.concurrency.futures import settled
+from rayzero.concurrency.futures import Gather, settled
 from rayzero.errors import AccumulationError, StepMismatchError, StoreClosedError, StoreError
 from rayzero.owner.memory import carve
 from rayzero.owner.service import ShardService
 from rayzero.protocol.gradient_sum import GradientMemory, gradient_sizes, pool_room
 from rayzero.protocol.messages import AT_HOME, IN_TOTAL, Contribution, FinishReport, ModelSpec, Pushed, pack_presence
-from rayzero.store.rank.connection import nothing
+from rayzero.store.host.publish_board import PublishBoard
+from rayzero.store.rank.connection import Announce, Epochs, GradientSender, Joined, nothing
 from rayzero.store.rank.memory.gradient_region import GradientRegion, gradient_region
-from rayzero.store.rank.memory.gradient_writer import GradientWriter
+from rayzero.store.rank.pushes import Pushes, Route
+from rayzero.telemetry.recorder import NullRecorder
 
 from .toy import WAIT, flatten, initial_values, make_spec, random_grads
 
@@ -97,6 +101,58 @@ def test_what_cannot_be_written_is_refused_by_name() -> None:
         region.is_stale(Contribution(step=0, attempt=0, rank=0, unit=1, seq=0, presence=b"\x01\x00"))
 
 
+def pushes_over(
+    region: GradientRegion,
+    published: Callable[[int, int], Future[int]],
+    announce: Announce = nothing,
+    note: Announce = nothing,
+    *,
+    needed: bool = False,
+) -> Pushes:
+    """Pushes into a region. ``needed``: no owner has anything in its totals."""
+    connection: Any = SimpleNamespace(
+        rank=0,
+        recorder=NullRecorder(),
+        epochs=Epochs(change=False),
+        in_totals=lambda unit, pushed: not needed,
+        on_bell=lambda look: None,
+    )
+    pushes = Pushes(connection, published)
+    joined = SimpleNamespace(gradients=region, announce=announce, note=note, gradient_tier="ram", pages=None)
+    pushes.join(cast("Joined", joined), [route_of(make_spec(1))] * (UNIT + 1))
+    return pushes
+
+
+def route_of(spec: ModelSpec, away: Sequence[GradientSender] = ()) -> Route:
+    """A unit of which owners of this host, and perhaps others, get the gradients."""
+    unit = spec.layout.units[UNIT]
+    shards = list(spec.layout.shards_by_unit[UNIT])
+    return Route(
+        unit,
+        [],
+        [(sender, shards) for sender in away],
+        keeps=False,
+        here_by={"shm": unit.numel},
+        shards=[],
+        versions=PublishBoard(),
+    )
+
+
+class HeldSender:
+    """Sends nothing before ``go``."""
+
+    def __init__(self) -> None:
+        self.held: list[Gather] = []
+
+    def push(self, gather: Gather, *_: object) -> None:
+        self.held.append(gather)
+
+    def go(self) -> None:
+        for gather in self.held:
+            gather.start()
+            gather.end(None)
+
+
 def test_a_push_is_written_when_its_range_is_free_and_told_after_that() -> None:
     spec = make_spec(1)
     region = region_of(spec)
@@ -114,12 +170,14 @@ def test_a_push_is_written_when_its_range_is_free_and_told_after_that() -> None:
     def note(unit: int, pushed: Sequence[Pushed]) -> None:
         raise AssertionError(unit)
 
-    writer = GradientWriter(
-        region, "test", published=published, need=lambda unit, pushed: True, announce=announce, note=note
-    )
+    pushes, route = pushes_over(region, published, announce, note, needed=True), route_of(spec)
+    landed: list[int] = []
     ones = torch.ones(spec.layout.units[UNIT].numel)
-    assert writer.landing(push_of(0)) is None, "not free yet"
-    later = [writer.push(push_of(1), ones), writer.push(push_of(0), 2 * ones)]
+    assert pushes.landing(push_of(0)) is None, "not free yet"
+    later = [
+        pushes.push(route, push_of(1), ones, lambda: landed.append(1)),
+        pushes.push(route, push_of(0), 2 * ones, lambda: landed.append(0)),
+    ]
     assert told == []
     assert region.memory.homes[UNIT][0] == 0
     frees[0].set_result(0)
@@ -127,39 +185,38 @@ def test_a_push_is_written_when_its_range_is_free_and_told_after_that() -> None:
         done.result(WAIT)
     assert told == [(1, 2.0), (2, 3.0)]
     assert asked == [(UNIT, 0)], "once a step"
-    writer.close()
-    waiting = writer.push(push_of(0, step=1), ones)
+    assert landed == [0, 1]
+    pushes.close()
+    waiting = pushes.push(route, push_of(0, step=1), ones, lambda: landed.append(2))
     frees[1].set_result(0)  # too late: the store was closed
     with pytest.raises(StoreClosedError):
         waiting.result(WAIT)
+    assert landed == [0, 1]
 
 
 def test_a_range_that_is_being_sent_elsewhere_is_neither_added_to_nor_gathered_in() -> None:
     spec = make_spec(1)
     region = region_of(spec)
-    writer = GradientWriter(
-        region,
-        "test",
-        published=lambda unit, version: settled(0),
-        need=lambda unit, pushed: False,
-        announce=nothing,
-        note=nothing,
-    )
+    pushes, sender = pushes_over(region, lambda unit, version: settled(0)), HeldSender()
+    here, also_away = route_of(spec), route_of(spec, [sender])
+    pushes.join(cast("Joined", SimpleNamespace(gradients=region, pages=None)), [also_away] * (UNIT + 1))
     first, ones = push_of(0), torch.ones(spec.layout.units[UNIT].numel)
-    landing = writer.landing(first)
+    landing = pushes.landing(first)
     assert landing is not None
-    sent: Future[None] = Future()
-    assert writer.push(first, landing.fill_(2.0), sent).done()
-    second = writer.push(push_of(1), ones)
-    assert writer.landing(push_of(0, attempt=1)) is None
+    sending = pushes.push(also_away, first, landing.fill_(2.0), lambda: None)
+    assert (len(sender.held), sending.done()) == (1, False)
+    second = pushes.push(here, push_of(1), ones, lambda: None)
+    assert pushes.landing(push_of(0, attempt=1)) is None
     assert (region.memory.homes[UNIT][0], second.done()) == (2.0, False)
-    sent.set_result(None)
-    second.result(WAIT)
+    sender.go()
+    for done in (sending, second):
+        done.result(WAIT)
     assert region.memory.homes[UNIT][0] == 3.0
-    assert writer.landing(push_of(0, attempt=1)) is not None
-    assert writer.push(push_of(2), ones, Future()).done()
-    assert writer.push(push_of(3), ones).done(), "the sending of what lies elsewhere keeps no range"
-    writer.close()
+    assert pushes.landing(push_of(0, attempt=1)) is not None
+    assert not pushes.push(also_away, push_of(2), ones, lambda: None).done()
+    last = pushes.push(here, push_of(3), ones, lambda: None)
+    assert last.done(), "the sending of what lies elsewhere keeps no range"
+    pushes.close()
 
 
 # ---- an owner that is told

@@ -28,7 +28,7 @@ from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.remote import handshake
 from rayzero.store.remote.owner_table import OwnerTable
 from rayzero.store.remote.remote_connection import RankTerms, RemoteConnection
-from rayzero.store.shm.same_host import why_no_sharing
+from rayzero.store.shm.signals import why_no_sharing
 from rayzero.store.wire.payload import CHUNK_BYTES
 from rayzero.store.wire.rpc import OWNER_SERVICE, STORE_SERVICE, LinkNumber, break_of, link_of, methods
 from rayzero.telemetry.names import LINK_DOWN_SECONDS, LINK_RECONNECTS, TRANSFER_RETRIES

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from rayzero.errors import StoreClosedError, StoreError
-from rayzero.protocol.lives import ATTEMPTS
-from rayzero.protocol.messages import COMPUTE, LoopState, MeanInput
+from rayzero.protocol.messages import ATTEMPTS, COMPUTE, LoopState, MeanInput
 from store.stores import STORES, StoreFactory, Stores
 from store.toy import WAIT, Grads, Rank, equal, make_spec, random_grads, start, take_step
 

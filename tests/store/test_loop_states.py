@@ -16,11 +16,10 @@ from rayzero.protocol.messages import AT_COMMIT, AT_FORWARD, LoopState, MeanInpu
 from rayzero.slabs.header import lay_out_slab
 from rayzero.slabs.slab import Slab
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.rank.history import LoopHistory, newest
 from rayzero.store.rank.memory.shared_memory import SharedRank
-from rayzero.store.shm import loop_slab
-from rayzero.store.shm.loop_slab import LoopSlab
-from rayzero.store.shm.recovery import remove_former_lives
+from rayzero.store.remote.lead_line import LoopHistory, newest
+from rayzero.store.shm import recovery
+from rayzero.store.shm.recovery import LoopSlab, remove_former_lives
 from rayzero.store.shm.shared_plan import SharedPlan, life_of, of_lineage, rank_incarnation
 from rayzero.store.wire import translate
 from store.stores import StoreFactory
@@ -183,12 +182,13 @@ def test_a_state_that_its_rank_removes_meanwhile_is_not_missed(tmp_path: Path, m
         slab.slab.close(unlink=False)
 
     def listed(spec: ModelSpec, directory: Path) -> list[Any]:
+        monkeypatch.setattr(recovery, "of_lineage", of_lineage)  # what removes lists them, too
         found = of_lineage(spec, directory)
         remove_former_lives(spec, 1, 1, directory)
         return found
 
-    monkeypatch.setattr(loop_slab, "of_lineage", listed)
-    found = loop_slab.loop_slabs(PLAN, "optimizer 0", tmp_path, lambda _: True)
+    monkeypatch.setattr(recovery, "of_lineage", listed)
+    found = recovery.loop_slabs(PLAN, "optimizer 0", tmp_path, lambda _: True)
     assert [list(each.states()) for each in found[1]] == [[state(6)]]
     for each in found[1]:
         each.close()
@@ -206,7 +206,7 @@ def test_of_loop_slabs_that_are_of_another_model_none_stays_mapped(
         slab.close(unlink=False)
     monkeypatch.setattr(Slab, "close", lambda slab, **how: (closed.append(slab.path), close(slab, **how)))
     found = sorted(of_lineage(PLAN.spec, tmp_path), key=lambda each: each[1].layout_digest == facts.layout_digest)
-    monkeypatch.setattr(loop_slab, "of_lineage", lambda *_: found)
+    monkeypatch.setattr(recovery, "of_lineage", lambda *_: found)
     with pytest.raises(HandshakeError):
-        loop_slab.loop_slabs(PLAN, "optimizer 0", tmp_path, lambda _: True)
+        recovery.loop_slabs(PLAN, "optimizer 0", tmp_path, lambda _: True)
     assert closed == [ours.path]

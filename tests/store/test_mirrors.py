@@ -17,7 +17,7 @@ from torch import Tensor
 from rayzero.concurrency.futures import Gather
 from rayzero.errors import StateLostError, StoreError
 from rayzero.layout.model_layout import Shard, UnitLayout
-from rayzero.layout.rescale import Rescale
+from rayzero.layout.shard_map import Rescale
 from rayzero.memory import planner
 from rayzero.protocol.messages import COMPUTE, ModelSpec, Published
 from rayzero.protocol.ownership import Ownership

@@ -17,7 +17,7 @@ from rayzero.slabs.sweep import SHARED_MEMORY
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.file_counts import PROCESS, files_of_owner, files_of_rank, most_ranks, tensor_connections
 from rayzero.store.host.transfers import batches
-from rayzero.store.shm.same_host import why_no_sharing
+from rayzero.store.shm.signals import why_no_sharing
 from rayzero.store.wire import translate
 from rayzero.store.wire.rpc import STORE_SERVICE, life_metadata, methods, open_channel, token_metadata
 from rayzero.store.wire.tensor_stream import WELCOME

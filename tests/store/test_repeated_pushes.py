@@ -18,7 +18,7 @@ from rayzero.store.host.publish_board import PublishBoard
 from rayzero.store.host.push_order import PushOrder
 from rayzero.store.host.transfers.wire import PushedUnit, WireTransfers
 from rayzero.store.rank.memory.gradient_region import gradient_memory, gradient_region
-from rayzero.store.remote.repeated_pushes import RepeatedPushes
+from rayzero.store.remote.ways import RepeatedPushes
 from rayzero.store.shm.shared_plan import SharedPlan
 
 from .toy import WAIT, make_spec

@@ -19,9 +19,8 @@ import rayzero
 from rayzero.config import ZeroConfig
 from rayzero.engine.context import RankContext
 from rayzero.errors import ConfigError, HandshakeError, RayZeroError
-from rayzero.slabs.hold import held_in
-from rayzero.slabs.sweep import SHARED_MEMORY
-from rayzero.store.shm.same_host import why_no_sharing
+from rayzero.slabs.sweep import SHARED_MEMORY, held_in
+from rayzero.store.shm.signals import why_no_sharing
 from rayzero.telemetry.names import TRANSFER_BYTES, TRANSFER_RAW_BYTES
 from rayzero.telemetry.recorder import MemoryRecorder
 from rayzero.testing import run_ranks

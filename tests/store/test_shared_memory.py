@@ -14,11 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayzero.errors import HandshakeError, StoreClosedError
-from rayzero.memory.page_lock import beyond_limit
-from rayzero.memory.pages import PAGE
-from rayzero.protocol.lives import ATTEMPTS
-from rayzero.protocol.messages import IN_TOTAL, Action, Decision, Norm, Published, Pushed, Record, SharedPaths
-from rayzero.protocol.totals import Total, digest_of
+from rayzero.memory.mapping import beyond_limit
+from rayzero.protocol.gradient_sum import Total, digest_of
+from rayzero.protocol.messages import ATTEMPTS, IN_TOTAL, Action, Decision, Norm, Published, Pushed, Record, SharedPaths
+from rayzero.quantities import PAGE
 from rayzero.slabs.arena import Arena, SlabGroup, SlabPiece, plan_arena
 from rayzero.slabs.header import lay_out_slab
 from rayzero.slabs.slab import Slab

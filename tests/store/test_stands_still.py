@@ -26,7 +26,7 @@ from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import serve_models
 from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.remote.remote_connection import RankTerms, RemoteConnection
-from rayzero.store.shm.same_host import why_no_sharing
+from rayzero.store.shm.signals import why_no_sharing
 from rayzero.testing import run_ranks
 from store.stores import TOKEN
 from store.toy import WAIT, Rank, make_spec, random_grads, start, take_step

@@ -24,7 +24,7 @@ from rayzero.convert.remote_checkpoints import local_checkpoint
 from rayzero.errors import CheckpointError, ConfigError
 from rayzero.files import read_bytes, replace_file, to_json
 from rayzero.records import parse_record
-from rayzero.slabs.hold import Hold
+from rayzero.slabs.sweep import Hold
 
 LOCK = ".lock"
 _CHECKPOINTS = "checkpoints"

@@ -14,8 +14,8 @@ from rayzero.cluster.continuation import States
 from rayzero.cluster.run import LoggerState, Member, Recovery, Rescaled, RunState
 from rayzero.errors import ConfigError
 from rayzero.records import JsonRecord, load_record
-from rayzero.slabs.hold import held_in
-from rayzero.store.shm.same_host import host_identity
+from rayzero.slabs.sweep import held_in
+from rayzero.store.shm.signals import host_identity
 
 RECORD = "run.json"
 LOST = "lost"  # the record says starting or running, but the driver is gone

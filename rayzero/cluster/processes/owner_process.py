@@ -23,7 +23,7 @@ with uncollected():  # a process of a run does nothing else meanwhile
     from rayzero.cluster.processes.coordinator import this_process
     from rayzero.cluster.processes.process_exporter import ExporterSettings, ProcessExporter, Renewed
     from rayzero.cluster.run import Load, Member, optimizer_name
-    from rayzero.kernels.bandwidth import measure_bandwidth
+    from rayzero.kernels.native import measure_bandwidth
     from rayzero.memory.pressure import PressureGauge, PressureLimits
     from rayzero.memory.process_memory import own_bytes
     from rayzero.owner.owned_model import OwnerTerms
@@ -31,7 +31,7 @@ with uncollected():  # a process of a run does nothing else meanwhile
     from rayzero.security.credentials import Credentials, identity_of
     from rayzero.store.owner.hosted import HostedModels
     from rayzero.store.owner.server import OwnerServer, serve_models
-    from rayzero.store.shm.same_host import why_no_sharing
+    from rayzero.store.shm.signals import why_no_sharing
     from rayzero.telemetry.names import (
         HOST_BANDWIDTH_LIMIT,
         MEMORY_PRESSURE_RATIO,

@@ -12,8 +12,15 @@ from time import monotonic
 from typing import Any
 
 from rayzero.cluster.run import TRACE_PATH
-from rayzero.memory.malloc import give_back_freed, heap_use
-from rayzero.memory.process_memory import LedgerCount, ledger_rest, node_memory, process_memory, without_model
+from rayzero.memory.process_memory import (
+    LedgerCount,
+    give_back_freed,
+    heap_use,
+    ledger_rest,
+    node_memory,
+    process_memory,
+    without_model,
+)
 from rayzero.security.credentials import Credentials
 from rayzero.security.refusals import Refusals
 from rayzero.telemetry.exporter import Exporter

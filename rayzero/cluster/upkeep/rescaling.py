@@ -24,7 +24,7 @@ from rayzero.elastic.reform import Step, with_doors
 from rayzero.elastic.requests import ScaleRequest, ask, withdraw
 from rayzero.elastic.supervisor import Answered, Event, Serves, Supervisor
 from rayzero.errors import ConfigError, RunFailedError
-from rayzero.layout.rescale import Rescale
+from rayzero.layout.shard_map import Rescale
 from rayzero.protocol.ownership import Prepared, device_owners
 from rayzero.quantities import count, format_bytes
 

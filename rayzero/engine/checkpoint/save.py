@@ -36,7 +36,7 @@ from rayzero.engine.loop.comeback import (
 from rayzero.engine.optimizer.param_groups import ResumedGroups, saved_groups
 from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
 from rayzero.engine.start.buffers import check_buffers, fill_buffers, persistent_buffers
-from rayzero.engine.start.opaque import require_same_form
+from rayzero.engine.start.initial_values import require_same_form
 from rayzero.errors import (
     CheckpointAbandonedError,
     CheckpointError,

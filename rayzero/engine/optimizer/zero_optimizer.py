@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from rayzero.engine.engine import Engine
-from rayzero.engine.optimizer.given import attribute_values, late_attribute
-from rayzero.engine.optimizer.param_groups import ResumedGroups, hyper_of
+from rayzero.engine.optimizer.param_groups import ResumedGroups, attribute_values, hyper_of, late_attribute
 from rayzero.engine.optimizer.states import (
     StateFormat,
     check_group,
@@ -25,8 +24,15 @@ from rayzero.engine.optimizer.states import (
 from rayzero.engine.private_torch import inverse_scale, route_scheduler_loads, route_unscaling
 from rayzero.engine.rank_step import RankStep
 from rayzero.errors import ConfigError, UnsupportedError
-from rayzero.kernels.torch_classes.optimizer_class import GroupEntries, OptimizerMaker, State
-from rayzero.kernels.torch_classes.optimizers import HOOKS, Optimizers, parts_of, path_of
+from rayzero.kernels.torch_classes.optimizer_class import (
+    HOOKS,
+    GroupEntries,
+    OptimizerMaker,
+    Optimizers,
+    State,
+    parts_of,
+    path_of,
+)
 from rayzero.protocol.messages import CLASS, Decision, Hyper, classes_of
 
 _SCHEDULED = {"lr", "momentum", "betas"}  # options that torch's schedulers write

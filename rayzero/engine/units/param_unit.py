@@ -44,8 +44,7 @@ from rayzero.engine.private_torch import (
     swap_bytes,
     use_count,
 )
-from rayzero.engine.units.fetch import Fetching, Waited
-from rayzero.engine.units.residency import UnitBuffer
+from rayzero.engine.units.residency import Fetching, UnitBuffer, Waited
 from rayzero.errors import UnsupportedError
 from rayzero.layout.model_layout import UnitLayout
 from rayzero.protocol.bits import same_bits

@@ -20,7 +20,7 @@ from enum import StrEnum
 from statistics import median
 
 from rayzero.engine.step_clock import StepClock
-from rayzero.engine.units.fetch import Fetching, Waited
+from rayzero.engine.units.residency import Fetching, Waited
 from rayzero.lanes import AT_ONCE_S, Event, Lane
 from rayzero.layout.model_layout import UnitLayout
 from rayzero.telemetry.names import (

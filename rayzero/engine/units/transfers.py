@@ -24,14 +24,13 @@ import torch
 from torch import Tensor
 
 from rayzero.concurrency.futures import chain, failed, settled
-from rayzero.engine.units.fetch import ConditionalFetch, DeviceCopy, Fetching
-from rayzero.engine.units.residency import UnitBuffer, mapped_units
+from rayzero.engine.units.residency import ConditionalFetch, DeviceCopy, Fetching, UnitBuffer, mapped_units
 from rayzero.lanes import CudaLane, Event, Lane, ThreadLane
 from rayzero.lanes.lane import LinkSpeed, measure_link
 from rayzero.layout.model_layout import ALIGN, UnitLayout
 from rayzero.memory.pool import Buffer, BufferPool, Lease, MemoryBudget, buffer_bytes
+from rayzero.protocol.gradient_sum import ScatteredUnit
 from rayzero.protocol.messages import COMPUTE, Contribution
-from rayzero.protocol.scattered import ScatteredUnit
 from rayzero.protocol.store import ParameterStore
 
 _SMALL = 1 << 20  # bytes: copying them takes about 0.1 ms, a thread switch under the GIL up to 1 ms

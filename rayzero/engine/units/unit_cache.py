@@ -29,9 +29,8 @@ from torch import Tensor
 from rayzero.codecs.record import codec_of
 from rayzero.config import ZeroConfig
 from rayzero.engine.step_clock import StepClock
-from rayzero.engine.units.fetch import Fetching
 from rayzero.engine.units.param_unit import ParamUnit, UnitState
-from rayzero.engine.units.residency import Residency
+from rayzero.engine.units.residency import Fetching, Residency
 from rayzero.engine.units.schedule import Phase, PrefetchPace, UnitSchedule, UseTimes
 from rayzero.engine.units.transfers import UnitTransfers
 from rayzero.engine.units.written_units import WrittenUnits

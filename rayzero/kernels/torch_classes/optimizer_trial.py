@@ -29,9 +29,11 @@ from rayzero.kernels.torch_classes.optimizer_class import (
     OptimizerMaker,
     State,
     as_options,
+    maker_of_group,
     options_of,
     over_matrices,
     own_option,
+    own_options,
     plain_value,
     set_options,
     step_alone,
@@ -47,7 +49,6 @@ from rayzero.kernels.torch_classes.optimizer_states import (
     restored_state,
     unkept,
 )
-from rayzero.kernels.torch_classes.optimizers import maker_of_group, own_options
 from rayzero.layout.model_layout import aligned
 from rayzero.modes import outside_modes
 from rayzero.protocol.messages import Hyper, canonical_json

@@ -23,7 +23,14 @@ from torch.nn import Parameter
 from rayzero.errors import UnsupportedError
 from rayzero.kernels.rank_sum import RankSum
 from rayzero.kernels.torch_classes.newton_schulz import fed
-from rayzero.kernels.torch_classes.optimizer_class import OptimizerMaker, State, by_group, set_options, step_alone
+from rayzero.kernels.torch_classes.optimizer_class import (
+    OptimizerMaker,
+    State,
+    by_group,
+    maker_of_group,
+    set_options,
+    step_alone,
+)
 from rayzero.kernels.torch_classes.optimizer_states import (
     StateForms,
     fill_leaf,
@@ -36,7 +43,6 @@ from rayzero.kernels.torch_classes.optimizer_states import (
     unkept,
     with_leaves,
 )
-from rayzero.kernels.torch_classes.optimizers import maker_of_group
 from rayzero.kernels.torch_kernel import TILE
 from rayzero.layout.model_layout import Shard, SlotSlice, UnitLayout, aligned
 from rayzero.owner.shard import OwnedShard, ShardWork

@@ -18,9 +18,8 @@ from rayzero.owner.gradients.collection import Collection, OpenStep, check_repor
 from rayzero.owner.gradients.landing import Admission, RankGradients, RoundLanding, check_push, check_summands
 from rayzero.owner.gradients.shard_sums import ShardSums, TotalListener
 from rayzero.owner.owned_model import OwnedModel
-from rayzero.owner.shard import OwnedShard, ShardState, ShardWork, StepWork
-from rayzero.owner.updater import Updater
-from rayzero.protocol.gradient_sum import FormerRank, GradientMemory
+from rayzero.owner.shard import OwnedShard, ShardState, ShardWork, StepWork, Updater
+from rayzero.protocol.gradient_sum import FormerRank, GradientMemory, ScatteredUnit
 from rayzero.protocol.messages import (
     Action,
     Contribution,
@@ -29,7 +28,6 @@ from rayzero.protocol.messages import (
     NormParts,
     Pushed,
 )
-from rayzero.protocol.scattered import ScatteredUnit
 from rayzero.telemetry.recorder import Recorder
 from rayzero.telemetry.spans import Over, nothing
 

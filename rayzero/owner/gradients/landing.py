@@ -26,15 +26,17 @@ from rayzero.memory.planner import staging_entries
 from rayzero.owner.memory import carve
 from rayzero.owner.shard import OwnedShard
 from rayzero.protocol.gradient_sum import (
+    Gradient,
     GradientMemory,
     GradientSum,
     Rounds,
+    ScatteredShard,
+    ScatteredUnit,
     adds_up,
     gradient_dtype,
     require_round,
 )
 from rayzero.protocol.messages import AT_HOME, IN_TOTAL, Contribution, FinishReport, ModelSpec, Pushed, Summand
-from rayzero.protocol.scattered import Gradient, ScatteredShard, ScatteredUnit
 
 
 class Admission(Enum):

@@ -21,19 +21,16 @@ from rayzero.kernels.rank_sum import GROUP, Range
 from rayzero.owner.gradients.collection import Collection, OpenStep
 from rayzero.owner.gradients.landing import Landing, RankGradients, RoundLanding, SpareMemory
 from rayzero.owner.owned_model import OwnedModel
-from rayzero.owner.shard import Contributors, OwnedShard
-from rayzero.owner.updater import Updater
-from rayzero.protocol.lives import ATTEMPTS
-from rayzero.protocol.messages import Clamp, Contribution, NormParts, Pushed
-from rayzero.protocol.scattered import Gradient
-from rayzero.protocol.totals import KeptTotal, Summands, Total, summands_of
+from rayzero.owner.shard import Contributors, OwnedShard, Updater
+from rayzero.protocol.gradient_sum import Gradient, KeptTotal, Summands, Total, summands_of
+from rayzero.protocol.messages import ATTEMPTS, Clamp, Contribution, NormParts, Pushed
 from rayzero.telemetry.recorder import Recorder
 
 _NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 # What a norm part was computed from: the clamp of the sum, and (rank, generation of its landing) of each summand; where
 # there are totals, the step and summands.
 _PartKey = tuple[Any, ...]
-TotalListener = Callable[[int, int], None]  # of a shard, and the ``total_word`` (protocol/totals.py) of its total
+TotalListener = Callable[[int, int], None]  # of a shard, and the ``total_word`` (protocol/gradient_sum.py) of its total
 _Pushes = Mapping[int, tuple[int, int]]  # by rank: attempt, as any life of the rank counts them, and how many
 
 

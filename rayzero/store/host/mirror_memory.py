@@ -19,8 +19,8 @@ from torch import Tensor
 from rayzero.errors import HandshakeError
 from rayzero.layout.model_layout import Shard
 from rayzero.memory.planner import check_shared
+from rayzero.protocol.gradient_sum import has_pushed
 from rayzero.protocol.messages import Published, Pushed, SharedPaths
-from rayzero.protocol.totals import has_pushed
 from rayzero.slabs.arena import Arena
 from rayzero.slabs.header import SlabFacts, check_header, lay_out_slab
 from rayzero.slabs.slab import Slab

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from rayzero.concurrency.futures import fail, settle
 from rayzero.errors import RayZeroError
+from rayzero.protocol.gradient_sum import has_pushed
 from rayzero.protocol.messages import Published, Pushed
-from rayzero.protocol.totals import has_pushed
 
 
 @dataclass(eq=False, slots=True)
@@ -53,10 +53,10 @@ class PublishBoard:
         return wait.published
 
     def content(self, shards: Sequence[int], version: int) -> int | None:
-        """The version that the newest content among ``shards`` is from; None while one of them lacks ``version``."""
+        """See ``Versions.content`` (store/rank/connection.py)."""
         with self._lock:
             there = [self._known[shard].content for shard in shards if self._has(shard, version)]
-            return max(there) if len(there) == len(shards) else None
+            return max(there, default=0) if len(there) == len(shards) else None
 
     def are_at(self, shards: Sequence[int], version: int) -> bool:
         """Whether all ``shards`` have exactly ``version``, as far as this rank has heard."""

@@ -1,6 +1,6 @@
 """Ranks of one host whose gradients are added before they travel, as their host's door sees their memory.
 
-See store/shm/settled.py for when that happens. The door finds them by the files of their run and a digest of its
+See store/shm/words.py for when that happens. The door finds them by the files of their run and a digest of its
 token; a later life of a rank beside the memory of the earlier ones, which owners may still need."""
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from rayzero.slabs.arena import Arena
 from rayzero.slabs.header import SlabFacts
 from rayzero.slabs.slab import Slab
 from rayzero.slabs.sweep import FoundSlab
-from rayzero.store.shm.settled import Part, settled
 from rayzero.store.shm.shared_plan import RANK, SharedPlan, of_lineage
-from rayzero.store.shm.words import Finishes, Stamps, cell_of, key_digest
+from rayzero.store.shm.words import Finishes, Part, Stamps, cell_of, key_digest, settled
 
 _Seen = Mapping["_Life", tuple[Sequence[Pushed], dict[int, FinishReport]]]  # what each has announced of a unit
 

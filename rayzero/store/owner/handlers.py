@@ -19,10 +19,9 @@ from rayzero.concurrency.futures import settle
 from rayzero.concurrency.processes import this_process
 from rayzero.errors import HandshakeError, RayZeroError, StoreError, TransferError
 from rayzero.lead.lead import StepLead
-from rayzero.memory.malloc import give_back_freed
+from rayzero.memory.process_memory import give_back_freed
 from rayzero.owner.service import ShardService
-from rayzero.protocol.lives import require_life
-from rayzero.protocol.messages import PROTOCOL_VERSION, Published
+from rayzero.protocol.messages import PROTOCOL_VERSION, Published, require_life
 from rayzero.protocol.products import dtype_of
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.calls.allowance import WrongSenderError

@@ -92,7 +92,7 @@ class _Channel:
 
 
 class RemotePeer:
-    """One owner in another process. An ``OwnerPeer`` (protocol/owner.py).
+    """One owner in another process. An ``OwnerPeer`` (lead/attempt.py).
 
     Knows the owner's address, how to call it and whether its link is open; not what a step is. Its futures complete on
     the process's event loop, or in the thread that listens to the mailbox: callbacks on them must not block."""

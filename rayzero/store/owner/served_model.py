@@ -17,12 +17,11 @@ from rayzero.concurrency.futures import fail
 from rayzero.concurrency.threads import use_torch_threads
 from rayzero.errors import ConfigError, EpochOverError, HandshakeError, RayZeroError, StoreClosedError, StoreError
 from rayzero.layout.model_layout import Shard, UnitLayout
+from rayzero.lead.attempt import OwnerPeer
 from rayzero.lead.lead import StepLead
-from rayzero.owner.loop_states import LoopStates
+from rayzero.owner.owned_model import LoopStates
 from rayzero.protocol.gradient_sum import adds_up, gradient_dtype
-from rayzero.protocol.lives import life_is_over
-from rayzero.protocol.messages import Contribution, ModelSpec
-from rayzero.protocol.owner import OwnerPeer
+from rayzero.protocol.messages import Contribution, ModelSpec, life_is_over
 from rayzero.protocol.ownership import owner_map
 from rayzero.quantities import count
 from rayzero.security.credentials import Identity

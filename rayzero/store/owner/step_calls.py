@@ -11,9 +11,9 @@ from typing import Any, Protocol
 
 from rayzero.concurrency.futures import then
 from rayzero.errors import RayZeroError, StoreError
+from rayzero.lead.attempt import OwnerPeer
 from rayzero.lead.lead import StepLead
 from rayzero.protocol.messages import MEAN_BYTES, Decision, Norm
-from rayzero.protocol.owner import OwnerPeer
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.wire import translate
 from rayzero.store.wire.rpc import OWNER_SERVICE, STORE_SERVICE, methods

@@ -7,10 +7,8 @@ import logging
 import math
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -32,8 +30,9 @@ from rayzero.concurrency.futures import (
 )
 from rayzero.errors import EpochOverError, RayZeroError, StoreClosedError, StoreError
 from rayzero.layout.model_layout import Shard, UnitLayout, dtype_name
-from rayzero.memory.malloc import give_back_freed
+from rayzero.memory.process_memory import give_back_freed
 from rayzero.protocol.bits import digest_of
+from rayzero.protocol.gradient_sum import ScatteredUnit
 from rayzero.protocol.messages import (
     COMPUTE,
     MASTER,
@@ -48,19 +47,16 @@ from rayzero.protocol.messages import (
     MeanInput,
     ModelSpec,
     Norm,
-    Pushed,
     StepInputs,
     Write,
 )
-from rayzero.protocol.scattered import ScatteredUnit
-from rayzero.store.rank.connection import ChangingConnection, Connection, GradientSender, Joined, LeadLine, Transfers
-from rayzero.store.rank.memory.gradient_writer import GradientWriter
+from rayzero.store.rank.connection import ChangingConnection, Connection, Joined, LeadLine, Transfers
 from rayzero.store.rank.memory.unit_windows import UnitWindows
-from rayzero.store.traffic import count_bytes, tell_build, watch_gradients
+from rayzero.store.rank.pushes import Pushes, Route, route_of
+from rayzero.store.traffic import tell_build
 from rayzero.store.wire.payload import require_flat
 from rayzero.telemetry.metric import Metric
 from rayzero.telemetry.names import FETCH_SECONDS, PUSH_SECONDS
-from rayzero.telemetry.recorder import End
 
 log = logging.getLogger(__name__)
 
@@ -68,52 +64,28 @@ _CHANGE_S = 60.0  # how long the owners may be changing while a rank attaches
 
 T = TypeVar("T")
 P = ParamSpec("P")
-Parts = list[tuple[Transfers, list[Shard]]]
-
-
-@dataclass(frozen=True)
-class _Route:
-    """One unit's shards by owner, in shard order, and the transfers that reach each owner."""
-
-    unit: UnitLayout
-    parts: Parts
-    away: list[tuple[GradientSender, list[Shard]]]  # by owner, those that gradients are sent to
-    keeps: bool  # gradients go into this rank's memory first, also if they are only sent
-    here_by: Mapping[str, int]  # elements whose gradients are read in this rank's memory, by transport
-
-    @property
-    def here(self) -> int:
-        """Elements whose owners, or the door that adds them up, read gradients in this rank's memory."""
-        return sum(self.here_by.values())
-
-    def content(self, version: int) -> int | None:
-        """The version that the unit's content is from; None while a shard lacks ``version``."""
-        found = [way.content(shards, version) for way, shards in self.parts]
-        return None if None in found else max((content for content in found if content is not None), default=0)
 
 
 class RankStore:
     """A ``ParameterStore`` (protocol/store.py) over a connection.
 
-    Knows which owner has which shard, and when this rank's gradient memory may be written; not how bytes travel, what
-    owners do with them, or what the engine does. Calls that wait for other ranks (``finish``, ``commit``,
-    ``decision``, ``discard``, ``save``, ``mean``) hold no thread."""
+    Knows which owner has which shard, and what the lead is asked; not how bytes travel, what owners do with them, or
+    what the engine does. Calls that wait for other ranks (``finish``, ``commit``, ``decision``, ``discard``, ``save``,
+    ``mean``) hold no thread."""
 
     def __init__(self, connection: Connection) -> None:
         """Nothing is sent before ``attach``."""
         self.connection = connection
         self._recorder = connection.recorder
         self._joined: Joined | None = None
-        self._routes: list[_Route] = []  # by unit
+        self._routes: list[Route] = []  # by unit
         self._transport = ""  # the run's transport, as metrics call it
-        self._writer: GradientWriter | None = None  # where owners read gradients in this rank's memory
-        self._unwatch: End = lambda: None  # stops reporting that memory
+        self._pushes = Pushes(connection, self.published)
         self._newest = settled(0)  # the latest result of ``published``
         self._keeping = DONE  # the latest ``keep``
         self.means = self.saves = 0
         self.written: list[Write] = []
         self._decided = 0  # steps before are decided, and this rank repeats the last one: see repeat()
-        self._released = False  # the pages of gradient memory
         self._epochs = connection.epochs
         self._coming: ChangingConnection | None = None  # to the owners of the next epoch, while they take over
         self._staged: tuple[int, int, str, Tensor, Future[None]] | None = None  # the last write, until it is made
@@ -149,15 +121,9 @@ class RankStore:
 
     def _install(self, joined: Joined) -> None:
         """Make calls over these owners from now on."""
-        if self._writer is None and joined.gradients is not None:
-            region, name = joined.gradients, f"rayzero-rank{self.connection.rank}"
-            self._writer = GradientWriter(
-                region, name, published=self.published, need=self.need, announce=joined.announce, note=joined.note
-            )
-            self.connection.on_bell(self._writer.give_back)
-            self._unwatch = watch_gradients(self._recorder, lambda: region.held_bytes, joined.gradient_tier)
         self._joined, self._transport = joined, joined.transport
-        self._routes = [self._route_of(joined, unit) for unit in joined.spec.layout.units]
+        self._routes = [route_of(joined, unit) for unit in joined.spec.layout.units]
+        self._pushes.join(joined, self._routes)
         tell_build(self._recorder, joined.kernel, joined.transport)
 
     def change(self, before: ChangingConnection, after: ChangingConnection, epoch: int) -> None:
@@ -180,26 +146,10 @@ class RankStore:
             except RayZeroError as error:
                 log.warning("rank %d cannot go on with other owners: %s", before.rank, error)
                 self._epochs.fail(error)
-            self.connection, self._coming = after, None
+            self.connection = self._pushes.connection = after
+            self._coming = None
             self._epochs.begin(epoch)
         give_back_freed()  # threads that have ended leave what they freed, and new ones rarely take it
-
-    def _route_of(self, joined: Joined, unit: UnitLayout) -> _Route:
-        by_owner: dict[int, list[Shard]] = {}
-        for shard in joined.spec.layout.shards_by_unit[unit.index]:
-            by_owner.setdefault(joined.shard_map.owner(shard.index), []).append(shard)
-        parts = [(joined.transfers[owner], shards) for owner, shards in by_owner.items()]
-        here_by = Counter[str]()
-        for way, shards in parts:
-            if way.owner not in joined.senders:
-                here_by["host" if way.transport == "grpc" else way.transport] += sum(shard.numel for shard in shards)
-        return _Route(
-            unit=unit,
-            parts=parts,
-            away=[(joined.senders[owner], shards) for owner, shards in by_owner.items() if owner in joined.senders],
-            keeps=joined.keeps_pushed,
-            here_by={transport: numel for transport, numel in here_by.items() if numel},
-        )
 
     # ---- parameters
 
@@ -244,7 +194,7 @@ class RankStore:
         mapped = self.mapped(unit) is not None
         return self._epochs.make(lambda: self._wait_published(self._routes[unit], version, mapped=mapped))
 
-    def _wait_published(self, route: _Route, version: int, *, mapped: bool) -> Future[int]:
+    def _wait_published(self, route: Route, version: int, *, mapped: bool) -> Future[int]:
         """``mapped``: the unit was when the caller asked, who expects the version in that memory. If owners on another
         host have taken over since, it does not have what they publish, so it is filled here."""
         unit = route.unit.index
@@ -330,23 +280,11 @@ class RankStore:
 
     def landing(self, contribution: Contribution) -> Tensor | None:
         """See ``ParameterStore.landing``."""
-        if self._writer is None or contribution.step < self._decided:
-            return None
-        self._take()
-        return self._writer.landing(contribution)
+        return None if contribution.step < self._decided else self._pushes.landing(contribution)
 
     def release(self) -> None:
         """See ``ParameterStore.release``."""
-        if self._writer is not None and self._joined is not None and self._joined.pages is not None:
-            self._writer.give_back()
-            self._joined.pages.release()
-            self._released = True
-
-    def _take(self) -> None:
-        """Have pages for gradients again. Several threads may call it at once."""
-        if self._released and self._joined is not None and self._joined.pages is not None:
-            self._joined.pages.take()
-            self._released = False
+        self._pushes.release()
 
     @property
     def takes_scattered(self) -> bool:
@@ -361,81 +299,7 @@ class RankStore:
             _require_form("push", route.unit, grads, route.unit.dtype)
         if contribution.step < self._decided:
             return DONE
-        over = self._timing(PUSH_SECONDS)
-        if route.here and not route.away:
-            written = self._write_here(route, contribution, grads, DONE)
-            written.add_done_callback(lambda done: over() if is_well(done) else None)
-            return written
-        assert isinstance(grads, Tensor), "all owners of a rank that pushes scattered gradients are in its process"
-        if route.keeps and route.away:
-            return self._push_kept(route, contribution, grads, over)
-        gather = Gather((len(route.away) > 0) + (route.here > 0), over)  # none of a unit without elements
-        sent = self._send(gather, route, contribution, grads) if route.away else DONE
-        if route.here:
-            written = self._write_here(route, contribution, grads, sent)
-            written.add_done_callback(lambda done: gather.end(done.exception()))
-        return gather.future
-
-    def _push_kept(
-        self, route: _Route, contribution: Contribution, grads: Tensor, over: Callable[[], None]
-    ) -> Future[None]:
-        """Write the gradients into this rank's memory, and only then send them: what an owner may have is kept here
-        until its version is published, so that the owner's successor can have it again."""
-        gather, sent = Gather(1, over), Future[None]()
-        written = self._write_here(route, contribution, grads, sent)
-
-        def send(_: object) -> None:
-            sending = self._send(gather, route, contribution, grads)
-            sending.add_done_callback(lambda _: settle(sent, None))
-
-        def give_up(error: BaseException) -> None:
-            settle(sent, None)
-            gather.end(error)
-
-        when_all([written], send, give_up)
-        return gather.future
-
-    @future_raises
-    def _write_here(
-        self, route: _Route, contribution: Contribution, grads: Tensor | ScatteredUnit, sent: Future[None]
-    ) -> Future[None]:
-        """Write the gradients into this rank's memory, where owners of its host read them."""
-
-        def count(done: Future[None]) -> None:
-            if is_well(done) and route.here:
-                for transport, numel in route.here_by.items():
-                    count_bytes(self._recorder, "push", transport, numel, grads.dtype)
-
-        assert self._writer is not None
-        self._take()
-        written = self._writer.push(contribution, grads, sent)
-        written.add_done_callback(count)
-        return written
-
-    def need(self, unit: int, pushed: Pushed) -> bool:
-        """See ``GradientWriter``."""
-        if self.connection.in_totals(unit, pushed):
-            return False
-        return self._routes[unit].content(pushed.step + 1) is None
-
-    def _send(self, gather: Gather, route: _Route, contribution: Contribution, grads: Tensor) -> Future[None]:
-        """Send to owners on other hosts, as one part of ``gather``. The future is done, never failed, once nothing
-        reads ``grads`` any more."""
-        sent = Future[None]()
-
-        def send() -> Future[None]:
-            away = self._routes[route.unit.index].away
-            sending = Gather(len(away))
-            for sender, shards in away:
-                sender.push(sending, route.unit, shards, contribution, grads)
-            return sending.future
-
-        def over(all_sent: Future[None]) -> None:
-            settle(sent, None)
-            gather.end(all_sent.exception())
-
-        self._epochs.make(send).add_done_callback(over)
-        return sent
+        return self._pushes.push(route, contribution, grads, self._timing(PUSH_SECONDS))
 
     # ---- calls to the lead
 
@@ -593,9 +457,7 @@ class RankStore:
             if connection is not None:
                 connection.leave(reason)  # an attach in another thread fails
         with self._attaching:
-            self._unwatch()
-            if self._writer is not None:
-                self._writer.close()
+            self._pushes.close()
             self.connection.free()
 
     # ---- small parts
@@ -610,7 +472,7 @@ class RankStore:
             raise StoreError(f"rank {self.connection.rank} has not attached: call attach() first")
         return self._joined
 
-    def _route(self, unit: int) -> _Route:
+    def _route(self, unit: int) -> Route:
         self._require_attached()
         if not 0 <= unit < len(self._routes):
             raise StoreError(f"rank {self.connection.rank} asked for unit {unit}, the layout has {len(self._routes)}")

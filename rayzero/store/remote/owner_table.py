@@ -16,7 +16,7 @@ from rayzero.protocol.store import ParameterStore
 from rayzero.security.credentials import Identity
 from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.remote.remote_connection import RankTerms, RemoteConnection
-from rayzero.store.shm.same_host import why_no_sharing
+from rayzero.store.shm.signals import why_no_sharing
 from rayzero.telemetry.recorder import Recorder
 
 log = logging.getLogger(__name__)

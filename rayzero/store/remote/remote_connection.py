@@ -22,15 +22,12 @@ from rayzero.store.host.links.channel import QUICK_S, Caller
 from rayzero.store.host.links.owner_link import AnyChannel, LinkUser, OwnerLink, say_goodbye
 from rayzero.store.host.publish_board import PublishBoard
 from rayzero.store.host.stall import StallWatch
-from rayzero.store.rank.connection import GradientSender, Joined, nothing
-from rayzero.store.rank.epochs import Epochs
-from rayzero.store.rank.history import LoopHistory
+from rayzero.store.rank.connection import Epochs, GradientSender, Joined, nothing
 from rayzero.store.rank.memory.rank_memory import RankMemory
 from rayzero.store.rank.rank_store import closed_error
 from rayzero.store.remote.handshake import LEASE, Handshake
-from rayzero.store.remote.lead_line import RemoteLead
-from rayzero.store.remote.repeated_pushes import RepeatedPushes
-from rayzero.store.remote.ways import Ways
+from rayzero.store.remote.lead_line import LoopHistory, RemoteLead
+from rayzero.store.remote.ways import RepeatedPushes, Ways
 from rayzero.store.shm.shared_plan import SharedPlan
 from rayzero.store.wire import translate
 from rayzero.store.wire.rpc import CallTerms
@@ -262,6 +259,7 @@ class RemoteConnection(LinkUser):
             spec=plan.spec,
             shard_map=plan.shard_map,
             transfers=self._ways.wires,
+            versions=self._board,
             senders=self._senders,
             lead=self._lead,
             windows=self._memory.windows,

@@ -1,19 +1,31 @@
-"""Which way leads from a rank to each owner: over gRPC, through the owner's memory, or through its host's copy."""
+"""Which way leads from a rank to each owner: over gRPC, through the owner's memory, or through its host's copy. And
+how gradients go again to an owner on another host that may lack them: to the successor of one that has died, and to an
+owner of the next epoch."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from concurrent import futures
+from concurrent.futures import Executor
 from functools import partial
 
+from torch import Tensor
+
 from rayzero.errors import RayZeroError
-from rayzero.store.host.links.owner_link import OwnerLink
+from rayzero.layout.model_layout import Shard
+from rayzero.protocol.gradient_sum import NOTHING_LEFT, FormerRank, has_totals
+from rayzero.protocol.messages import Contribution, Pushed
+from rayzero.store.host.links.channel import QUICK_S, BrokenLinkError
+from rayzero.store.host.links.owner_link import AnyChannel, OwnerLink, answers_of
 from rayzero.store.host.publish_board import PublishBoard
 from rayzero.store.host.push_order import PushOrder
 from rayzero.store.host.stall import Describe, StallWatch
 from rayzero.store.host.transfers.batches import TransferThreads
-from rayzero.store.host.transfers.wire import WireTransfers
+from rayzero.store.host.transfers.wire import PushedUnit, WireTransfers
 from rayzero.store.rank.connection import GradientSender
+from rayzero.store.rank.memory.gradient_region import GradientRegion
 from rayzero.store.rank.memory.shared_memory import SharedRank
+from rayzero.store.shm.shared_plan import SharedPlan
 from rayzero.telemetry.recorder import Recorder
 
 
@@ -86,3 +98,99 @@ class Ways:
     def close(self) -> None:
         """End every transfer and thread, after ``end`` and once the links are closed. Idempotent."""
         self.threads.close()
+
+
+class RepeatedPushes:
+    """What one rank has pushed and owners elsewhere may have lost.
+
+    Knows the rank's own memory and that of its last life; not when an owner has died."""
+
+    def __init__(
+        self,
+        rank: int,
+        plan: SharedPlan,
+        gradients: GradientRegion,
+        wires: Sequence[WireTransfers],
+        board: PublishBoard,
+        order: PushOrder,
+        timeout_s: float,
+        former: FormerRank = NOTHING_LEFT,
+    ) -> None:
+        """``wires``: by owner. ``timeout_s``: seconds to add to those that bytes may take. ``former``: what this rank
+        had pushed of decided steps before it died."""
+        self._plan, self._gradients, self._former = plan, gradients, former
+        self._rank = rank
+        self._wires, self._board, self._order, self._timeout_s = wires, board, order, timeout_s
+
+    def send(self, owner: int, channel: AnyChannel) -> None:
+        """Send an owner what it may lack; blocks. Gradients of decided steps go first: a successor takes no others
+        before it has redone the decisions. Raises as ``Channel.answer`` does."""
+        shards: dict[int, list[Shard]] = {}
+        for shard in self._plan.shards_of(owner):
+            shards.setdefault(shard.unit, []).append(shard)
+        former = [(unit, pushed) for unit, pushed in self._former.pushed if self._lacks(shards.get(unit, []), pushed)]
+        lacking = []
+        for unit in sorted(shards.keys() & set(self._gradients.units)):
+            pushes = self._gradients.pushed(unit)
+            if pushes:
+                newest = pushes[-1]
+                self._order.go_on(owner, unit, (newest.step, newest.attempt), newest.count)
+                if self._lacks(shards[unit], newest):
+                    lacking += [(pushed.step, pushed.attempt, unit, pushed.count, pushed) for pushed in pushes]
+
+        def pushes_again() -> Iterator[PushedUnit]:
+            for unit, pushed in former:
+                values = self._former.memory.at(unit, pushed.place)
+                if values is not None:
+                    yield self._pushed(unit, shards[unit], pushed, values)
+            for *_, unit, _, pushed in sorted(lacking, key=lambda each: each[:-1]):
+                values = self._gradients.copy(unit, pushed, shards[unit])
+                if values is not None:  # newer ones go by themselves
+                    yield self._pushed(unit, shards[unit], pushed, values)
+
+        if former or lacking:
+            units = [*(unit for unit, _ in former), *(unit for _, _, unit, _, _ in lacking)]
+            size = sum(4 * shard.numel for unit in units for shard in shards[unit])  # as fp32, at most
+            self._wires[owner].push_again(channel, pushes_again, size, self._timeout_s)
+
+    def send_all(self, links: Iterable[OwnerLink], threads: Executor) -> None:
+        """Send several owners at once what they may lack; blocks. Raises the first error."""
+        sending = [threads.submit(self._send_over, link) for link in links]
+        futures.wait(sending)
+        for each in sending:
+            each.result()
+
+    def _send_over(self, link: OwnerLink) -> None:
+        """Send an owner what it may lack, over whatever channel is open. If that breaks, all of it goes over the next
+        one: who answers there may be a successor, which drops what it has already. Raises StallError if the link stays
+        down."""
+        deadline_s, channel = max(QUICK_S, self._timeout_s), None
+        while True:
+            channel = answers_of({link: link.when_open(after=channel)}, deadline_s)[0]
+            try:
+                self.send(link.owner, channel)
+                return
+            except BrokenLinkError as error:
+                link.broke(channel, error)
+
+    def _lacks(self, shards: list[Shard], pushed: Pushed) -> bool:
+        """Whether a shard among those of an owner may lack what was pushed of it."""
+        return bool(shards) and self._lacks_step(shards, pushed.step)
+
+    def _lacks_step(self, shards: list[Shard], step: int) -> bool:
+        return self._board.content([shard.index for shard in shards], step + 1) is None
+
+    def _pushed(self, unit: int, shards: list[Shard], pushed: Pushed, sums: Tensor) -> PushedUnit:
+        """A push that is not part of a longer sum goes as it went before, in the same encoding."""
+        layout = self._plan.spec.layout.units[unit]
+        alone = has_totals(self._plan.spec.world_size) or (pushed.count == 1 and sums.dtype is layout.dtype)
+        contribution = Contribution(
+            step=pushed.step,
+            attempt=pushed.attempt,
+            rank=self._rank,
+            unit=unit,
+            seq=pushed.count - 1,
+            presence=pushed.presence,
+            sum_of=0 if alone else pushed.count,
+        )
+        return PushedUnit(unit=layout, shards=shards, contribution=contribution, values=sums)

@@ -28,12 +28,11 @@ import torch
 from rayzero.concurrency.processes import ProcessIdentity, SeenProcess
 from rayzero.errors import HandshakeError, TransferError
 from rayzero.slabs.header import SlabFacts, lay_out_slab
-from rayzero.slabs.hold import is_free
 from rayzero.slabs.slab import Slab
+from rayzero.slabs.sweep import is_free
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.shm.mailbox import Cells
-from rayzero.store.shm.same_host import host_identity
-from rayzero.store.shm.signals import BELL_BYTES, Cell, changed, load_acquire_64, store_release_64
+from rayzero.store.shm.signals import BELL_BYTES, Cell, changed, host_identity, load_acquire_64, store_release_64
 from rayzero.store.shm.words import bell_of, cell_of, region
 from rayzero.store.wire import translate
 

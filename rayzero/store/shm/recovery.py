@@ -4,12 +4,16 @@ An update overwrites masters and moments tile by tile. So an owner that dies in 
 tiles of n + 1, and the tiles that its threads were writing, which are of neither, but have an entry in the native
 kernel's undo log. The update can be finished: the decision was recorded before any tile changed, and the ranks'
 gradients stay in their memory until n + 1 is published.
+
+The states of a rank's loop at its latest three steps lie in a slab that the rank writes. An owner maps it, so that it
+outlives the rank, and reads it when the rank is gone.
 """
 
 from __future__ import annotations
 
+import struct
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -18,19 +22,92 @@ from pathlib import Path
 import torch
 
 from rayzero.errors import HandshakeError
-from rayzero.kernels.stamps import torn
+from rayzero.kernels.kernel import torn
 from rayzero.protocol.gradient_sum import FormerRank
-from rayzero.protocol.messages import AT_HOME, Action, Decision, ModelSpec, SharedPaths
+from rayzero.protocol.messages import (
+    AT_HOME,
+    LOOP_PARTS,
+    LOOP_STEPS,
+    Action,
+    Decision,
+    LoopState,
+    ModelSpec,
+    SharedPaths,
+)
 from rayzero.protocol.ownership import Ownership
 from rayzero.slabs.arena import Arena
-from rayzero.slabs.header import SlabFacts
+from rayzero.slabs.header import SlabFacts, lay_out_slab
 from rayzero.slabs.slab import Slab
 from rayzero.slabs.sweep import FoundSlab
-from rayzero.store.shm.loop_slab import LoopSlab
 from rayzero.store.shm.shard_lines import APPLIED, DECIDED, INDEX, PUBLISHED, TILES, tile_stamps, undo_copy
 from rayzero.store.shm.shared_plan import ON_DEVICE, RANK, SharedPlan, life_of, of_lineage
-from rayzero.store.shm.signals import load_acquire_64
-from rayzero.store.shm.words import Stamps, leads, read_ownership, read_records, region, stands
+from rayzero.store.shm.signals import Cell, load_acquire_64
+from rayzero.store.shm.words import Stamps, cells_in, leads, read_ownership, read_records, region, stands
+
+_HEAD = struct.Struct("<qI")  # step, part
+_LEAST = 32 << 10  # bytes of a state that the first slab has room for
+
+
+class LoopSlab:
+    """One slab: a cell for each part of each of ``LOOP_STEPS`` steps."""
+
+    def __init__(self, slab: Slab) -> None:
+        self.slab, self._cells = slab, cells_in(slab, "states")
+
+    @classmethod
+    def create(cls, plan: SharedPlan, rank: int, incarnation: int, room: int, directory: Path) -> LoopSlab:
+        """Make a slab for states of at most ``room`` bytes. ``incarnation``: of the rank's slabs.
+
+        Raises MemoryPlanError if there is no room."""
+        capacity = _HEAD.size + max(_LEAST, 1 << (room - 1).bit_length())
+        stride = Cell.bytes_for(capacity)
+        facts = plan.facts("loop", rank, RANK, incarnation)
+        return cls(Slab.create(lay_out_slab(facts, [("states", stride * LOOP_STEPS * LOOP_PARTS, stride)]), directory))
+
+    def takes(self, state: LoopState) -> bool:
+        """Whether the state fits."""
+        return _HEAD.size + len(state.content) <= self._cells[0].capacity
+
+    def write(self, state: LoopState) -> None:
+        """Keep a state over the one of ``LOOP_STEPS`` steps before."""
+        cell = self._cells[state.step % LOOP_STEPS * LOOP_PARTS + state.part]
+        cell.write(_HEAD.pack(state.step, state.part) + state.content)
+
+    def states(self) -> Iterator[LoopState]:
+        """The states that are whole."""
+        for cell in self._cells:
+            if (found := cell.read()) is not None:
+                step, part = _HEAD.unpack_from(found[1])
+                yield LoopState(step=step, part=part, content=found[1][_HEAD.size :])
+
+    def close(self) -> None:
+        """Unmap the slab; its maker removes it."""
+        self.slab.close()
+
+
+def loop_slabs(plan: SharedPlan, who: str, directory: Path, of: Callable[[int], bool]) -> dict[int, list[LoopSlab]]:
+    """The loop slabs on this host of the ranks that ``of`` chooses, by rank, those of earlier lives first. ``who``: the
+    process that maps them, for messages. The caller closes them. Raises HandshakeError if one cannot be read."""
+    found = defaultdict[int, list[LoopSlab]](list)
+    with ExitStack() as mapped:
+        for slab, facts in of_lineage(plan.spec, directory):
+            if facts.role == "loop" and of(facts.index):
+                there = _attached(plan, who, slab.path)
+                if there is not None:
+                    mapped.callback(there.close)
+                    found[facts.index].append(LoopSlab(there))
+        mapped.pop_all()
+    return {rank: sorted(slabs, key=lambda each: each.slab.header.facts.incarnation) for rank, slabs in found.items()}
+
+
+def _attached(plan: SharedPlan, who: str, path: Path) -> Slab | None:
+    """None: its rank's present life has removed it meanwhile, because its own states are newer."""
+    try:
+        return plan.attach(str(path), who, writable=False)
+    except HandshakeError:
+        if path.exists():
+            raise
+        return None
 
 
 class Outcome(StrEnum):
@@ -50,7 +127,7 @@ class DeadShard:
     published: int
     decided: int
     applied: int
-    tiles: tuple[int, ...]  # stamps (kernels/stamps.py); empty: frozen, or on_device
+    tiles: tuple[int, ...]  # stamps (kernels/kernel.py); empty: frozen, or on_device
     undone: frozenset[int] = frozenset()  # of the tiles that were being written, those in the undo log
     on_device: bool = False  # its masters and states were in a device's memory
 

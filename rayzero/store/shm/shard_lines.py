@@ -8,9 +8,9 @@ once it is dead (store/shm/recovery.py), or by its successor.
 
 Another cache line says what is in the shard's total. Ranks read there which gradients they may give back; a successor,
 what it need not add up again. Four 64-bit words: WHOLE, 0 while there is no whole total, else its ``total_word``
-(protocol/totals.py), + 1 if ranks keep their gradients all the same; two digests of summands, of which the one with the
-number rounds mod 2 holds; WRITES, which a user's write to the shard raises as it begins, to an odd number, and as it
-ends, for followers. So do two copies of which slices have a gradient, in another region, a byte each.
+(protocol/gradient_sum.py), + 1 if ranks keep their gradients all the same; two digests of summands, of which the one
+with the number rounds mod 2 holds; WRITES, which a user's write to the shard raises as it begins, to an odd number, and
+as it ends, for followers. So do two copies of which slices have a gradient, in another region, a byte each.
 
 [Note: a total is kept] A round is added to a total in place, and ranks have given back what is in it. So the owner
 notes the total's WHOLE, copies each part of the total before it changes it, and says how far it has come. If it dies
@@ -25,10 +25,10 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from rayzero.errors import HandshakeError
-from rayzero.kernels.stamps import STAMP, TileStamps, UndoCopy
+from rayzero.kernels.kernel import STAMP, TileStamps, UndoCopy
 from rayzero.layout.model_layout import Shard
+from rayzero.protocol.gradient_sum import MOST_ROUNDS, WORD_STEP, KeptTotal, Total, TotalLine, digest_of, has_pushed
 from rayzero.protocol.messages import FormerShard, Published, Pushed
-from rayzero.protocol.totals import MOST_ROUNDS, WORD_STEP, KeptTotal, Total, TotalLine, digest_of, has_pushed
 from rayzero.slabs.slab import Slab
 from rayzero.store.shm.shared_plan import (
     KEPT_BYTES,

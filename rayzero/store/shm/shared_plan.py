@@ -27,10 +27,9 @@ import torch
 
 from rayzero.codecs.record import kept_bytes
 from rayzero.errors import HandshakeError, StoreError
-from rayzero.kernels.stamps import STAMP, STAMP_BYTES, UNDO_BYTES
+from rayzero.kernels.kernel import STAMP, STAMP_BYTES, UNDO_BYTES
 from rayzero.layout.model_layout import Shard, UnitLayout, runs
 from rayzero.layout.shard_map import ShardMap
-from rayzero.memory.pages import PAGE
 from rayzero.protocol.gradient_sum import (
     GradientMemory,
     adds_up,
@@ -41,6 +40,7 @@ from rayzero.protocol.gradient_sum import (
 )
 from rayzero.protocol.messages import MEAN_BYTES, ModelSpec, canonical_json
 from rayzero.protocol.ownership import Ownership, device_owners, owner_map
+from rayzero.quantities import PAGE
 from rayzero.slabs.arena import Arena, ArenaPlan, SlabGroup, SlabPiece, plan_arena
 from rayzero.slabs.header import SlabFacts
 from rayzero.slabs.slab import Slab
@@ -147,7 +147,7 @@ class SharedPlan:
 
     def params(self, owner: int) -> ArenaPlan:
         """An owner's published parameters by shard index. A run of shards starts on a page, so that ranks can map a
-        unit's shards from several owners side by side (slabs/windows.py)."""
+        unit's shards from several owners side by side (store/rank/memory/unit_windows.py)."""
         return self.params_of(self.shards_of(owner))
 
     def params_of(self, shards: Sequence[Shard]) -> ArenaPlan:

@@ -4,20 +4,26 @@ A signal is an address in writable shared memory and the object that keeps that 
 flag, wakes from a bell or reads a cell sees everything that the other process wrote before it stored, rang or wrote;
 a plain Python store does not guarantee that. Words lie at multiples of their own size; fresh (zeroed) memory is a valid
 signal of each kind.
+
+Two processes share memory if they have the same kernel, the same mount and the same user.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import threading
 import time
 from array import array
 from collections.abc import Callable
 from ctypes import byref, c_int64, c_uint32, c_uint64, c_void_p
+from pathlib import Path
 
 from rayzero.errors import UnsupportedError
 from rayzero.kernels import native
+from rayzero.slabs.sweep import SHARED_MEMORY
+from rayzero.store.shm import signals
 
 __all__ = [
     "BELL_BYTES",
@@ -232,3 +238,22 @@ class Listener:
         self._bell.ring()
         if self._thread is not threading.current_thread():
             self._thread.join()
+
+
+def host_identity(directory: Path = SHARED_MEMORY) -> str:
+    """Equal in processes that can map each other's slabs in ``directory``; "" if this one cannot share memory.
+
+    Containers on one host have the same boot id, but different mounts."""
+    if why_no_sharing(directory) is not None:
+        return ""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    mount = directory.stat()
+    return f"{boot}:{mount.st_dev}:{mount.st_ino}:{os.geteuid()}"
+
+
+def why_no_sharing(directory: Path = SHARED_MEMORY) -> str | None:
+    """Why this process cannot share memory, in a few words; None if it can."""
+    reason = signals.available()
+    if reason is None and not os.access(directory, os.W_OK | os.X_OK):
+        reason = f"{directory} cannot be written to"
+    return reason

@@ -18,7 +18,7 @@ from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.owner.gradients.contributions import EARLY
 from rayzero.plan.bound import StepTraffic, bound_step
 from rayzero.plan.hardware import Hosts
-from rayzero.store.shm.settled import GradientBytes
+from rayzero.store.shm.words import GradientBytes
 from tests.plan.machines import GPU_HOSTS
 
 from .runs import FREE, GRPC, HOST, NUMEL, SHM, layout_of, moving, run_of

@@ -264,10 +264,6 @@ class WireTransfers:
         published = self._board.when(self._link.owner, _indices(shards), version)
         return self._watch.watch(published, self._name(awaited), partial(self._describe_step, shards[-1]))
 
-    def content(self, shards: Sequence[Shard], version: int) -> int | None:
-        """See ``Transfers.content``."""
-        return self._board.content(_indices(shards), version)
-
     def fetch_kept(
         self,
         gather: Gather,

@@ -28,12 +28,11 @@ from rayzero.store.host.door import Door
 from rayzero.store.owner.memory.next_epoch import ControlSlab, carried, free_moved
 from rayzero.store.owner.memory.slabs import FormerSlabs, OwnerSlabs, former_loops
 from rayzero.store.owner.step_calls import StepCalls
-from rayzero.store.shm.loop_slab import LoopSlab
 from rayzero.store.shm.mailbox import Answerer, Asker
-from rayzero.store.shm.same_host import host_identity
+from rayzero.store.shm.recovery import LoopSlab
 from rayzero.store.shm.shard_lines import ShardLines, TotalLines
 from rayzero.store.shm.shared_plan import LATER, SharedPlan, Wanted, life_of
-from rayzero.store.shm.signals import Bell, Listener, load_acquire_64, store_release_64
+from rayzero.store.shm.signals import Bell, Listener, host_identity, load_acquire_64, store_release_64
 from rayzero.store.shm.words import (
     Places,
     Stamps,

@@ -13,15 +13,12 @@ from torch import Tensor
 from rayzero.errors import HandshakeError, StateLostError
 from rayzero.layout.model_layout import Shard
 from rayzero.owner.memory import HostMemory, Sizes
-from rayzero.protocol.gradient_sum import FormerRank
+from rayzero.protocol.gradient_sum import FormerRank, TotalLine
 from rayzero.protocol.messages import FormerShard, ModelSpec
-from rayzero.protocol.totals import TotalLine
 from rayzero.slabs.arena import Arena, ArenaPlan, SlabGroup, SlabPiece, plan_arena
-from rayzero.slabs.fill_progress import FillProgress
 from rayzero.slabs.header import SlabFacts
-from rayzero.slabs.slab import Slab
-from rayzero.store.shm.loop_slab import LoopSlab, loop_slabs
-from rayzero.store.shm.recovery import former_ranks
+from rayzero.slabs.slab import FillProgress, Slab
+from rayzero.store.shm.recovery import LoopSlab, former_ranks, loop_slabs
 from rayzero.store.shm.shard_lines import LineJournal, ShardLines, TotalLines
 from rayzero.store.shm.shared_plan import RANK, SharedPlan, of_lineage
 from rayzero.store.shm.words import PARAMS, Places, SlabId

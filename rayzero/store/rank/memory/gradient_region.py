@@ -25,11 +25,12 @@ from torch import Tensor
 
 from rayzero.errors import StoreError
 from rayzero.layout.model_layout import Shard, UnitLayout
-from rayzero.memory.page_lock import host_zeros
+from rayzero.memory.mapping import host_zeros
 from rayzero.protocol.gradient_sum import (
     GradientMemory,
     GradientSum,
     Rounds,
+    ScatteredUnit,
     gradient_sizes,
     has_totals,
     most_rounds,
@@ -37,7 +38,6 @@ from rayzero.protocol.gradient_sum import (
     require_round,
 )
 from rayzero.protocol.messages import AT_HOME, IN_TOTAL, Contribution, ModelSpec, Pushed
-from rayzero.protocol.scattered import ScatteredUnit
 
 
 def gradient_memory(spec: ModelSpec, *, pinned_for: torch.device | None) -> GradientMemory:

@@ -22,9 +22,9 @@ from rayzero.store.rank.memory.gradient_region import GradientRegion, gradient_m
 from rayzero.store.rank.memory.shared_memory import SharedRank, doubt_of_locks
 from rayzero.store.rank.memory.unit_windows import UnitWindows
 from rayzero.store.shm.recovery import former_ranks
-from rayzero.store.shm.same_host import host_identity
-from rayzero.store.shm.settled import GradientBytes, adding_threads
 from rayzero.store.shm.shared_plan import SharedPlan
+from rayzero.store.shm.signals import host_identity
+from rayzero.store.shm.words import GradientBytes, adding_threads
 
 log = logging.getLogger(__name__)
 

@@ -13,22 +13,20 @@ import torch
 from torch import Tensor
 
 from rayzero.errors import EpochOverError, HandshakeError, RayZeroError
-from rayzero.memory.page_lock import PageLock, beyond_limit
+from rayzero.memory.mapping import PageLock, beyond_limit
 from rayzero.memory.planner import check_shared
 from rayzero.protocol.gradient_sum import GradientMemory
 from rayzero.protocol.messages import FinishReport, LoopState, Pushed, SharedPaths
 from rayzero.quantities import count
 from rayzero.slabs.arena import Arena
-from rayzero.slabs.fill_progress import FillProgress
 from rayzero.slabs.header import lay_out_slab
-from rayzero.slabs.slab import Slab
+from rayzero.slabs.slab import FillProgress, Slab
 from rayzero.slabs.sweep import SHARED_MEMORY
 from rayzero.store.host.mirror_memory import MirrorLines
 from rayzero.store.host.publish_board import PublishBoard
 from rayzero.store.rank.memory.unit_windows import UnitWindows
-from rayzero.store.shm.loop_slab import LoopSlab
 from rayzero.store.shm.mailbox import Asker
-from rayzero.store.shm.recovery import remove_former_lives
+from rayzero.store.shm.recovery import LoopSlab, remove_former_lives
 from rayzero.store.shm.shard_lines import ShardLines, TotalLines
 from rayzero.store.shm.shared_plan import POOL, RANK, SharedPlan, life_of, rank_incarnation
 from rayzero.store.shm.signals import Bell, Listener

@@ -1,20 +1,116 @@
-"""Maps each unit's published parameters, where their owners write them, as one tensor."""
+"""Maps each unit's published parameters, where their owners write them, as one tensor: parts of several slabs side by
+side in one range of addresses, without a copy."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from rayzero.memory.page_lock import PageLock
+from rayzero.errors import MemoryPlanError, StoreClosedError, UnsupportedError
+from rayzero.memory import mapping
+from rayzero.memory.mapping import PageLock
+from rayzero.quantities import PAGE, whole_pages
 from rayzero.slabs.arena import Arena
 from rayzero.slabs.slab import Slab
-from rayzero.slabs.windows import Window, WindowPiece, can_map
 from rayzero.store.shm.shared_plan import SharedPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowPiece:
+    """Part of a slab."""
+
+    slab: Slab
+    offset: int  # bytes from the slab's start
+    bytes: int
+
+
+def can_map(pieces: Sequence[tuple[int, int, int]]) -> bool:
+    """Whether pieces (window offset, file offset, bytes), in window order, fill a window from its start without a gap,
+    and each starts at a page in both the window and the file."""
+    end = 0
+    for window_offset, file_offset, size in pieces:
+        if window_offset != end or window_offset % PAGE or file_offset % PAGE or size <= 0:
+            return False
+        end += size
+    return end > 0
+
+
+class Window:
+    """Parts of slabs, one after the other, as one 1D tensor.
+
+    Knows the range it maps; not what the bytes mean. Slabs may be closed while it is open. Its pages are shared with
+    every process that maps the slabs. With ``private=True``, a page that this process writes to becomes its own copy
+    until ``revert()``: it does not see what others write there meanwhile."""
+
+    def __init__(self, pieces: Sequence[WindowPiece], *, private: bool) -> None:
+        """Map the pieces. Raises UnsupportedError unless ``can_map`` and each piece lies within its slab, OSError if
+        a slab was attached read-only and ``private`` is False."""
+        starts = [sum(piece.bytes for piece in pieces[:index]) for index in range(len(pieces))]
+        _check([(at, piece.offset, piece.bytes) for at, piece in zip(starts, pieces, strict=True)], pieces)
+        self.private, self.bytes = private, sum(piece.bytes for piece in pieces)
+        self._parts = [(at, piece.bytes) for at, piece in zip(starts, pieces, strict=True)]  # (offset, bytes)
+        found = mapping.Mapping.reserve(whole_pages(self.bytes))
+        for at, piece in zip(starts, pieces, strict=True):
+            found.place(at, piece.slab.fileno(), piece.offset, piece.bytes, private=private)
+        self._mapping: mapping.Mapping | None = found
+
+    def tensor(self, dtype: torch.dtype = torch.uint8) -> Tensor:
+        """The whole window, 1D. The tensor stays readable after ``close()``. Raises StoreClosedError after that."""
+        return self._open().tensor(0, self.bytes // dtype.itemsize, dtype)
+
+    def page_lock(self, device: torch.device) -> PageLock:
+        """Lock the window's pages, so that a CUDA device copies from it directly. See :class:`PageLock`."""
+        mapping = self._open()
+        try:
+            return PageLock([(mapping.address, mapping.size)], mapping.keeper, read_only=False, device=device)
+        except MemoryPlanError:
+            if len(self._parts) == 1:
+                raise
+        parts = [(mapping.address + at, whole_pages(size)) for at, size in self._parts]  # a driver may want one a file
+        return PageLock(parts, mapping.keeper, read_only=False, device=device)
+
+    def revert(self) -> None:
+        """Discard what this process wrote, so that the window shows the slabs again. Costs little if nothing was
+        written. Raises UnsupportedError for a window that is not private."""
+        if not self.private:
+            raise UnsupportedError("a shared window cannot be reverted: what was written to it is in the slabs")
+        mapping = self._open()
+        if mapping.has_private(0, mapping.size):
+            mapping.drop_private(0, mapping.size)
+
+    def empty(self) -> None:
+        """Show no slab any more: the window is memory of this process from now on, zeros at first, also where a tensor
+        has it. Only for a private window, while nobody computes with it."""
+        mapping = self._open()
+        mapping.place_nothing(0, mapping.size)
+
+    def close(self) -> None:
+        """Unmap as soon as no tensor uses it. Idempotent."""
+        self._mapping = None
+
+    def _open(self) -> mapping.Mapping:
+        if self._mapping is None:
+            raise StoreClosedError("a window was used after close()")
+        return self._mapping
+
+
+def _check(offsets: Sequence[tuple[int, int, int]], pieces: Sequence[WindowPiece]) -> None:
+    if not can_map(offsets):
+        raise UnsupportedError(
+            f"pieces (window offset, file offset, bytes) {offsets} cannot be mapped side by side: all but the last "
+            f"must be whole pages of {PAGE} bytes and begin at one"
+        )
+    for piece in pieces:
+        if piece.offset + piece.bytes > piece.slab.header.bytes:
+            raise UnsupportedError(
+                f"bytes {piece.offset} to {piece.offset + piece.bytes} are not all in slab {piece.slab.path}, "
+                f"which has {piece.slab.header.bytes}"
+            )
 
 
 class UnitWindows:
@@ -26,7 +122,7 @@ class UnitWindows:
     def __init__(self, plan: SharedPlan, params: Mapping[int, Arena], *, page_lock: torch.device | None) -> None:
         """``params``: by owner, where its shards lie on this host: in its slabs, or in the host's copy of what comes
         from elsewhere. ``page_lock``: lock windows for copies to this CUDA device; None: windows are private
-        (slabs/windows.py), because this process computes with these very bytes and may write to them."""
+        (``Window``), because this process computes with these very bytes and may write to them."""
         self._plan, self._params, self._page_lock = plan, params, page_lock
         self._making = threading.Lock()  # held while a window is made, or other owners take over
         self._locks: list[PageLock] = []
