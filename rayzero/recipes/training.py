@@ -40,7 +40,7 @@ from rayzero.plan.hardware import Hardware
 from rayzero.plan.programs import Imported
 from rayzero.plan.tiers import check_budgets, check_window
 from rayzero.recipes.data import recipe_corpus
-from rayzero.recipes.data.batch import Corpus
+from rayzero.recipes.data.text import Corpus
 from rayzero.recipes.lm import STEP_FLOPS, train_loop
 from rayzero.recipes.model import SAMPLES, build_model
 from rayzero.recipes.plan_check import PLAN_STEPS, PlanCheck, measure_hardware

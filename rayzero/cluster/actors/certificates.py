@@ -8,8 +8,8 @@ from rayzero.cluster.files.key_files import FollowerKey
 from rayzero.cluster.run import optimizer_name, rank_name
 from rayzero.config import SecurityConfig
 from rayzero.security.addresses import is_loopback
+from rayzero.security.authority import issuer
 from rayzero.security.credentials import ANY_RANK, FOLLOWER, OWNER, Credentials, follower_token, name_of_rank
-from rayzero.security.issuer import issuer
 from rayzero.security.metrics_access import MetricsAccess
 from rayzero.telemetry.guard import Protection
 from rayzero.telemetry.scrape import Viewer

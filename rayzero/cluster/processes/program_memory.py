@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from rayzero.concurrency.own_process import uncollected
+from rayzero.concurrency.processes import uncollected
 from rayzero.memory.process_memory import ProcessMemory, process_memory
 from rayzero.plan.programs import Imported
 
