@@ -64,7 +64,9 @@ def parts_of(files: dict[str, str], tier: str, quarter: int, costs: Costs) -> di
         return group if tier == "all" else set(divide(group, 4, seconds)[quarter % 4])
 
     waiting = chosen(rays | hosts, waits)
-    trainers = {file for file, text in files.items() if "transformers" in text}  # each process imports it for 4 s
+    # what takes seconds to import is imported in one process: transformers and what stands on it, DCP
+    heavy = ("tests/integrations/", "tests/convert/", "tests/programs/test_hf.py")
+    trainers = {file for file, text in files.items() if file.startswith(heavy) or "transformers" in text}
     # Sevenths of what computes. In the first tier those of Ray and hosts, one after the other, end early: a seventh
     # comes after them, and three parts of two sevenths run beside, because many tests wait. In the second tier two
     # sevenths come after those of hosts, and one after those of Ray.
