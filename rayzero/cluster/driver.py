@@ -17,7 +17,7 @@ from typing import Any
 import ray
 
 from rayzero.cluster.actors.actor_calls import STOP_S, refuse_name_in_use
-from rayzero.cluster.actors.certificates import Certificates
+from rayzero.cluster.actors.roster import Certificates
 from rayzero.cluster.actors.run_actors import RunActors
 from rayzero.cluster.continuation import Successor
 from rayzero.cluster.files.key_files import viewable

@@ -29,7 +29,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayzero.cluster.actors.actor_calls import ANSWER_S, refuse_name_in_use
-from rayzero.cluster.actors.certificates import Certificates
+from rayzero.cluster.actors.roster import Certificates
 from rayzero.cluster.actors.run_actors import RunActors
 from rayzero.cluster.continuation import Continuation, Lost, await_left, choose
 from rayzero.cluster.janitor import KeptStates, Remains

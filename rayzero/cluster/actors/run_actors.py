@@ -20,6 +20,9 @@ from rayzero.cluster.actors.actor_calls import (
     ANSWER_S,
     START_S,
     STOP_S,
+    ReachTarget,
+    ReachTrial,
+    Tries,
     actor_class,
     ask,
     ask_config,
@@ -27,10 +30,8 @@ from rayzero.cluster.actors.actor_calls import (
     failure_of_call,
     make_coordinator,
 )
-from rayzero.cluster.actors.certificates import Certificates
 from rayzero.cluster.actors.local_processes import KILL_S, LocalProcesses
-from rayzero.cluster.actors.reach_trial import ReachTarget, ReachTrial, Tries
-from rayzero.cluster.actors.roster import Exporters, Joining, OwnerRoster, Spares, plan_exporters
+from rayzero.cluster.actors.roster import Certificates, Exporters, Joining, OwnerRoster, Spares, plan_exporters
 from rayzero.cluster.continuation import take_over
 from rayzero.cluster.files.metrics_log import MetricsLog
 from rayzero.cluster.janitor import Janitor, KeptStates, Remains

@@ -27,9 +27,8 @@ from rayzero.cluster.upkeep.replacement import Replacement
 from rayzero.cluster.upkeep.rescaling import Rescaling
 from rayzero.elastic.autoscaler import Bounds, History, StepWindow, given_up, look
 from rayzero.elastic.controller import Controller, still_outlived
-from rayzero.elastic.members import MemberId, MemberKind
+from rayzero.elastic.members import Ended, MemberId, MemberKind
 from rayzero.elastic.requests import ScaleRequest, take
-from rayzero.elastic.supervisor import Ended
 from rayzero.errors import RunFailedError
 from rayzero.protocol.ownership import Ownership, device_owners
 
