@@ -64,13 +64,14 @@ def parts_of(files: dict[str, str], tier: str, quarter: int, costs: Costs) -> di
         return group if tier == "all" else set(divide(group, 4, seconds)[quarter % 4])
 
     waiting = chosen(rays | hosts, waits)
-    # what takes seconds to import is imported in one process: transformers and what stands on it, DCP
-    heavy = ("tests/integrations/", "tests/convert/", "tests/programs/test_hf.py")
-    trainers = {file for file, text in files.items() if file.startswith(heavy) or "transformers" in text}
+    # what takes seconds to import is imported in one process: transformers and what stands on it, DCP, the compiler
+    folders = ("tests/integrations/", "tests/convert/")
+    words = ("transformers", "zoo", "distributed.checkpoint", "torch.compile")
+    heavy = {f for f, text in files.items() if f.startswith(folders) or any(word in text for word in words)}
     # Sevenths of what computes. In the first tier those of Ray and hosts, one after the other, end early: a seventh
     # comes after them, and three parts of two sevenths run beside, because many tests wait. In the second tier two
     # sevenths come after those of hosts, and one after those of Ray.
-    pieces = divide(chosen(set(files) - hosts, computes), 7, computes, trainers)
+    pieces = divide(chosen(set(files) - hosts, computes), 7, computes, heavy)
     if tier == "first":
         sevenths = {"one": (0, 3), "two": (1, 4), "three": (6,), "four": (2, 5)}
     else:
