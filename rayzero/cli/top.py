@@ -20,7 +20,7 @@ from rayzero.cli.status import (
     planned_steps,
     recovery_lines,
 )
-from rayzero.cluster.interrupts import postponed
+from rayzero.cluster.supervision import postponed
 from rayzero.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rayzero.cli.status import newest_run, plain
-from rayzero.concurrency.own_process import uncollected
+from rayzero.concurrency.processes import uncollected
 from rayzero.errors import ConfigError, RunFailedError
 from rayzero.quantities import count, format_bytes
 
@@ -155,8 +155,8 @@ def _try(recipe: RecipeConfig) -> None:
 def _train(recipe: RecipeConfig) -> None:
     from rich.console import Console
 
-    from rayzero.cluster.interrupts import interruptible
     from rayzero.cluster.nodes.local_ray import begin_ray
+    from rayzero.cluster.supervision import interruptible
 
     console = Console()
     try:

@@ -17,7 +17,7 @@ from typing import Any
 import ray
 
 from rayzero.cluster.actors.actor_calls import STOP_S, refuse_name_in_use
-from rayzero.cluster.actors.certificates import Certificates
+from rayzero.cluster.actors.roster import Certificates
 from rayzero.cluster.actors.run_actors import RunActors
 from rayzero.cluster.continuation import Successor
 from rayzero.cluster.files.key_files import viewable
@@ -25,7 +25,6 @@ from rayzero.cluster.files.metrics_log import MakeRow, MetricsLog, row_of_report
 from rayzero.cluster.files.run_dir import RunDirectory
 from rayzero.cluster.files.run_record import RECORD
 from rayzero.cluster.files.tracing import TRACE_FILE, write_trace
-from rayzero.cluster.interrupts import interruptible, postponed
 from rayzero.cluster.janitor import KeptStates, announced
 from rayzero.cluster.journal import Journal, OnPhase, OnReport, OnStart, RecordWriter, RunRequest
 from rayzero.cluster.loggers.feed import Loggers
@@ -36,7 +35,7 @@ from rayzero.cluster.nodes.resources import plan_resources, rescaled
 from rayzero.cluster.nodes.session import alive_nodes, ray_session
 from rayzero.cluster.processes.rank_worker import pack_loop
 from rayzero.cluster.run import Recovery, RunState, rank_name
-from rayzero.cluster.supervision import Verdict, run_failed
+from rayzero.cluster.supervision import Verdict, interruptible, postponed, run_failed
 from rayzero.cluster.upkeep.follower import Follower, ownership_of, remains_of
 from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
 from rayzero.config.choices import require_loggers
@@ -45,7 +44,7 @@ from rayzero.elastic.controller import still_outlived, wait_before_restart
 from rayzero.errors import ConfigError, RayZeroError, RunFailedError, UnsupportedError
 from rayzero.protocol.ownership import Ownership, device_owners
 from rayzero.quantities import count
-from rayzero.security.issuer import issuer
+from rayzero.security.authority import issuer
 from rayzero.security.metrics_access import MetricsAccess
 from rayzero.telemetry.names import TRANSFER_BYTES
 from rayzero.telemetry.recorder import Measurements

@@ -1,13 +1,17 @@
-"""Notices the death of another process of this host, from the process itself and not from its connections."""
+"""Notices the death of another process of this host, from the process itself and not from its connections. What
+this process asks for itself: open files, and so connections; imports without the search for garbage."""
 
 from __future__ import annotations
 
+import gc
 import hashlib
+import logging
 import os
+import resource
 import secrets
 import select
-from collections.abc import Callable, Hashable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -179,3 +183,46 @@ class _Watch:
             if self._seen.file is not None:
                 shared_loop().loop.remove_reader(self._seen.file)
             self._seen.close()
+
+
+MOST = 1 << 20  # that a process asks for: what Linux lets it have unless somebody has changed fs.nr_open
+
+log = logging.getLogger(__name__)
+
+
+def open_files_allowed(soft: int, hard: int) -> int:
+    """How many files a process may have open once it has raised its soft limit (RLIMIT_NOFILE). A negative limit is
+    none."""
+    return MOST if soft < 0 else max(soft, MOST if hard < 0 else min(hard, MOST))
+
+
+def raise_open_files() -> int:
+    """Raise this process's soft limit of open files as far as it may; returns how many it may have open then.
+    Idempotent.
+
+    Many systems give a process 1,024, for programs that use select(2), and a much higher hard limit for all others.
+    Ray raises the limit of a driver, and so of the cluster that ``ray.init`` starts, to 65,536, but not that of a node
+    that ``ray start`` makes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = open_files_allowed(soft, hard)
+    if 0 <= soft < allowed:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+        except (OSError, ValueError) as error:  # beyond fs.nr_open, or forbidden here
+            log.warning("the limit of open files stays at %d: %s", soft, error)
+            return soft
+    return allowed
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """A block in which no garbage is collected, in any thread; afterwards it is as it was before. For imports alone: to
+    import torch makes half a million objects that stay, and Python would look through all of them again and again while
+    they grow. What else makes garbage may need much memory."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -2,7 +2,8 @@
 
 A *member* of a run is a rank or an owner, a *life* is one process's time as that member, and an *epoch* is one state of
 the routing table. The shell around a ``Controller`` tells it what has happened and carries out the actions that it
-answers with: ``rayzero/testing/`` with threads and processes, ``cluster/`` with Ray actors.
+answers with: a ``Supervisor``, through ``Processes`` on this machine (``testing/rank_processes.py``) or on a cluster
+(``cluster/upkeep/ray_processes.py``). Nothing here waits, so the order of events is all that a run depends on.
 
 A rank's loop is begun only while every owner has a process: it would look for the others at addresses where nobody is.
 Everything else that waits for a new process waits by itself: ranks in their store calls, the lead with its next
@@ -20,17 +21,21 @@ all have answered or died: an answer always belongs to the only attempt that the
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Any, Protocol
 
 from rayzero.elastic import reform
-from rayzero.elastic.members import MemberId, MemberKind, Process
-from rayzero.elastic.reform import Reform, Step
+from rayzero.elastic.members import Answered, Died, Ended, Event, MemberId, MemberKind, Process, Serves
+from rayzero.elastic.reform import Abandon, Call, Join, Kill, Reform, Retire, Step
 from rayzero.errors import ConfigError
 from rayzero.layout.shard_map import Rescale
-from rayzero.protocol.ownership import Ownership
+from rayzero.protocol.ownership import Ownership, Prepared
 from rayzero.quantities import count
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +189,7 @@ class Controller:
                 place.state = _State.STARTING
                 if member.kind is MemberKind.RANK:
                     owners = self._present(other for other in self.running if other.kind is not MemberKind.RANK)
-                    actions.append(reform.Call(owners, "lose", (member.index, place.life)))
+                    actions.append(Call(owners, "lose", (member.index, place.life)))
                 actions.append(Start(Process(member, place.life)))
         return actions
 
@@ -202,7 +207,7 @@ class Controller:
             return self._go_on()
         place.state = _State.CONNECTING
         self.addresses = (*self.addresses[:owner], address, *self.addresses[owner + 1 :])
-        return [reform.Call((process,), "connect_peers", (self.addresses,))]
+        return [Call((process,), "connect_peers", (self.addresses,))]
 
     def connected(self, process: Process) -> list[Action]:
         """An owner's successor knows all owners."""
@@ -214,7 +219,7 @@ class Controller:
         if self._reform is not None and self._reform.step is Step.ENTER:  # ranks hear of all owners when they go over
             others = [member for member in others if member.kind is not MemberKind.RANK]
         place.state = _State.RUNNING
-        told = reform.Call(self._present(others), "succeed", (owner, self.addresses[owner]))
+        told = Call(self._present(others), "succeed", (owner, self.addresses[owner]))
         return [told, *self._go_on()]
 
     def ended(self, rank: Process) -> list[Action]:
@@ -318,14 +323,14 @@ class Controller:
         if change is None or change.step is not step or process not in change.missing:
             return []
         if change.stands:
-            return [reform.Kill(process, why)]
+            return [Kill(process, why)]
         change.missing.discard(process)
         return [self._abandon(f"{process}: {why}", again=False), *self._go_on()]
 
     def _take_late(self, process: Process, step: Step) -> list[Action]:
         """[Note: late answers]"""
         self._unanswered.discard((process, step))
-        return [reform.Call((process,), "abandon"), *self._go_on()]
+        return [Call((process,), "abandon"), *self._go_on()]
 
     def _give_up_joining(self, process: Process, *, counted: bool) -> list[Action]:
         """A process that was to join has died: nobody needs it yet, so the run goes on in any case."""
@@ -343,7 +348,7 @@ class Controller:
         self._unanswered = {(process, change.step) for process in change.missing if process in owners}
         if again and self._wanted is None:
             self._wanted = change.change
-        return reform.Abandon(owners, change.joining, why)
+        return Abandon(owners, change.joining, why)
 
     def _enter(self, change: Reform) -> None:
         for process in (*change.parting, *change.joining):
@@ -359,7 +364,7 @@ class Controller:
             actions += change.go_over(ranks, self.addresses)
         if change.over:
             self._reform = None
-            actions.append(reform.Retire(change.parting))
+            actions.append(Retire(change.parting))
         return actions
 
     def _expect_nothing(self, process: Process) -> list[Action]:
@@ -377,3 +382,95 @@ class Controller:
 
     def _present(self, members: Iterable[MemberId]) -> tuple[Process, ...]:
         return tuple(Process(member, self._places[member].life) for member in members)
+
+
+# ---- what carries the decisions out ----------------------------------------------------------------------------------
+
+
+class Processes(Protocol):
+    """The processes of a run. What comes of a method follows as events; none is ever about a process that nobody
+    started."""
+
+    def start(self, process: Process, ownership: Ownership) -> None:
+        """Start a process in the place of a dead one; ``Serves`` or ``Died`` follows. ``ownership``: who owns what."""
+
+    def join(self, process: Process, ownership: Ownership, addresses: Sequence[str]) -> None:
+        """Start a process that is an owner in the epoch of ``ownership``, and none before; ``Serves``, ``Died`` or a
+        refusal to ``Step.START`` follows. ``addresses``: of the owners before."""
+
+    def run(self, rank: Process, addresses: Sequence[str], ownership: Ownership) -> None:
+        """Begin the loop of a rank; ``Ended`` or ``Died`` follows. ``addresses``: of the owners."""
+
+    def call(self, processes: Sequence[Process], method: str, *arguments: Any) -> None:
+        """Call a method of ``OwnerServer`` or ``OwnerTable`` side by side; ``Answered`` follows from each process that
+        lives. A step of a change may be answered late; other calls that a process has got are done in their order."""
+
+    def kill(self, processes: Sequence[Process]) -> None:
+        """Kill processes; ``Died`` may follow from each."""
+
+    def end(self, process: Process) -> None:
+        """Let the process of an owner end that has no shards any more; its ``Died`` says nothing."""
+
+
+class Supervisor:
+    """Passes events to a ``Controller`` and its actions to ``Processes``."""
+
+    def __init__(self, controller: Controller, processes: Processes) -> None:
+        self.controller, self._processes = controller, processes
+
+    def take(self, event: Event) -> list[Action]:
+        """Do what follows from an event. Returns what was done, in order; nothing once ``controller.over``."""
+        return self._perform(self._decided(event))
+
+    def scale(self, change: Rescale | None) -> list[Action]:
+        """Change the owners; see ``Controller.scale``. Returns what was done."""
+        return self._perform(self.controller.scale(change))
+
+    def _decided(self, event: Event) -> list[Action]:
+        controller = self.controller
+        match event:
+            case Serves(process, address):
+                return controller.ready(process, address)
+            case Ended(process):
+                return controller.ended(process)
+            case Died(process, counted):
+                return controller.died(process, counted=counted)
+            case Answered(process, "connect_peers", _, refused):
+                if refused is None:
+                    return controller.connected(process)
+                log.warning("%s does not know the other owners, and is killed: %s", process, refused)
+                self._processes.kill((process,))
+                return []
+            case Answered(process, method, result, refused) if method in list(Step):
+                if refused is not None:
+                    return controller.refused(process, Step(method), refused)
+                answer = result.leads if isinstance(result, Prepared) else result
+                return controller.answered(process, Step(method), answer)
+            case _:  # nothing depends on the answers of others
+                return []
+
+    def _perform(self, actions: list[Action]) -> list[Action]:
+        for action in actions:
+            self._do(action)
+        return actions
+
+    def _do(self, action: Action) -> None:
+        processes, ownership, addresses = self._processes, self.controller.ownership, self.controller.addresses
+        match action:
+            case Start(process):
+                processes.start(process, ownership)
+            case Run(rank, its_owners):
+                processes.run(rank, its_owners, ownership)
+            case Call(asked, method, arguments):
+                processes.call(asked, method, *arguments)
+            case Join(process, after):
+                processes.join(process, after, addresses)
+            case Abandon(owners, joined, _):
+                processes.call(owners, "abandon")
+                processes.kill(joined)  # at once: nobody takes what it has prepared for that of a living process
+            case Kill(process, why):
+                log.warning("%s cannot go on with other owners and is killed: %s", process, why)
+                processes.kill((process,))
+            case Retire(parting):
+                for process in parting:
+                    processes.end(process)

@@ -45,7 +45,7 @@ from rayzero.cluster.janitor import leaving_nothing
 from rayzero.cluster.nodes.places import placed
 from rayzero.cluster.nodes.resources import plan_optimizers
 from rayzero.cluster.nodes.session import ray_session
-from rayzero.concurrency.own_process import raise_open_files
+from rayzero.concurrency.processes import raise_open_files
 from rayzero.config import ScalingConfig, SecurityConfig, ZeroConfig
 from rayzero.engine.context import RankContext, running_in
 from rayzero.errors import ConfigError, RunFailedError, UnsupportedError

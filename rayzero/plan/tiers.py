@@ -24,7 +24,6 @@ from rayzero.layout.shard_map import ShardMap, shard_map_for
 from rayzero.memory.planner import OwnerPlan, check_budget, plan_owner
 from rayzero.memory.pool import buffer_bytes
 from rayzero.plan.hardware import Hardware, Hosts
-from rayzero.plan.programs import Programs
 from rayzero.plan.work import Work
 from rayzero.protocol.gradient_sum import adds_up, gradient_dtype
 from rayzero.protocol.ownership import device_owners
@@ -35,6 +34,22 @@ from rayzero.store.shm.words import GradientBytes
 FP32 = 4  # bytes
 _PRODUCT = 10  # bytes an element of a shard: a device has a matrix, its product, two smaller ones and what is added; a
 # rank's host two shards, each in its memory and on its way, and one page-locked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Programs:
+    """Bytes of a run's processes before they hold anything of the run."""
+
+    rank: int  # heaps and stacks of a rank
+    owner: int  # of an optimizer actor
+    coordinator: int
+    files: int  # code of libraries, shared by all processes of a host
+
+    def of_host(self, ranks: int, owners: int, coordinators: int = 0) -> int:
+        """Bytes of all programs on one host, at most: as if each had its own imports. Those of a run on Ray share most
+        of theirs with their fork server (cluster/nodes)."""
+        programs = ranks * self.rank + owners * self.owner + coordinators * self.coordinator
+        return programs + (self.files if ranks + owners + coordinators else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

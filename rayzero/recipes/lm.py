@@ -35,8 +35,7 @@ from rayzero.engine.stats import count_tokens
 from rayzero.errors import ConfigError, DataError
 from rayzero.protocol.messages import CheckpointInfo, Decision
 from rayzero.recipes.data import recipe_corpus
-from rayzero.recipes.data.batch import Batch, Corpus, Place
-from rayzero.recipes.data.text import batch_seed
+from rayzero.recipes.data.text import Batch, Corpus, Place, batch_seed
 from rayzero.recipes.model import SAMPLES, build_model, logits_of, write_samples
 from rayzero.recipes.recipe import RecipeConfig
 from rayzero.telemetry.names import ETA_SECONDS, EXPOSED_WAIT_SECONDS, MFU_RATIO, MODEL_FLOPS, STEP_SECONDS

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from rayzero.errors import ConfigError
 from rayzero.files import replace_file
 from rayzero.quantities import count
-from rayzero.recipes.data.batch import Corpus, Prompt
+from rayzero.recipes.data.text import Corpus, Prompt
 from rayzero.recipes.recipe import HF_PREFIX, GPTConfig, RecipeConfig
 
 SAMPLES = "samples.txt"

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from rayzero.activations.attach import match_modules
 from rayzero.activations.group import OffloadPolicy
+from rayzero.cluster.processes.program_memory import Imported
 from rayzero.config import ScalingConfig
 from rayzero.engine.prepare import COMPUTE_DTYPES, plan_units
 from rayzero.engine.stats import ModelParameterStats
@@ -19,11 +20,10 @@ from rayzero.engine.units.partition import ROOT
 from rayzero.kernels import adam_states, splits_masters
 from rayzero.kernels.moments import moment_bytes
 from rayzero.layout.model_layout import ModelLayout, Shard
-from rayzero.memory.process_memory import process_memory
+from rayzero.memory.process_memory import ProcessMemory, process_memory
 from rayzero.plan.bound import StepBound, StepTraffic, bound_step, step_traffic
 from rayzero.plan.hardware import Hardware, Hosts, measure_here
-from rayzero.plan.programs import Imported, Programs
-from rayzero.plan.tiers import RunBytes, plan_bytes, shares_memory
+from rayzero.plan.tiers import Programs, RunBytes, plan_bytes, shares_memory
 from rayzero.plan.work import Offload, Work, measure_work
 from rayzero.protocol.products import product_work, shard_work
 from rayzero.recipes.lm import block_matrices, next_token_loss, optimizers
@@ -118,7 +118,7 @@ def recipe_work(recipe: RecipeConfig, vocab_size: int, imported: Imported, *, on
     if modules:
         offload = Offload(modules=modules, policy=OffloadPolicy.of(recipe.zero_config))
     work = measure_work(build, loss, units.layout, gathers=on_gpu, offload=offload)
-    programs = Programs.between(imported, process_memory())
+    programs = programs_between(imported, process_memory())
     return RecipeWork(
         recipe=recipe,
         parameters=parameters,
@@ -130,6 +130,22 @@ def recipe_work(recipe: RecipeConfig, vocab_size: int, imported: Imported, *, on
         work=work,
         programs=programs,
     )
+
+
+def programs_between(imported: Imported, used: ProcessMemory) -> Programs:
+    """From measurements of one process: after it had ``imported`` what programs import, and after it had ``used`` that
+    as a rank does, on a model without values."""
+    compiler = imported.compiler.anonymous - imported.owner.anonymous
+    return Programs(
+        rank=used.anonymous - compiler,
+        owner=imported.owner.anonymous,
+        coordinator=imported.coordinator.anonymous,
+        files=_files(used) - (_files(imported.compiler) - _files(imported.owner)),
+    )
+
+
+def _files(memory: ProcessMemory) -> int:
+    return memory.rss - memory.anonymous - memory.shm
 
 
 def recipe_hardware(work: RecipeWork, *, on_gpu: bool | None = None) -> Hardware:

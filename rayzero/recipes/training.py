@@ -25,7 +25,7 @@ from rayzero.cluster.driver import Result, ZeroTrainer
 from rayzero.cluster.files.run_dir import RunDirectory, find_start
 from rayzero.cluster.files.run_record import RECORD
 from rayzero.cluster.nodes.local_ray import LocalRay
-from rayzero.cluster.processes.program_memory import imported_memory
+from rayzero.cluster.processes.program_memory import Imported, imported_memory
 from rayzero.cluster.run import Report
 from rayzero.config import ScalingConfig
 from rayzero.convert.conversion import convert, export_full
@@ -37,10 +37,9 @@ from rayzero.errors import CheckpointError, ConfigError, UnsupportedError
 from rayzero.files import replace_file
 from rayzero.memory.process_memory import ProcessMemory
 from rayzero.plan.hardware import Hardware
-from rayzero.plan.programs import Imported
 from rayzero.plan.tiers import check_budgets, check_window
 from rayzero.recipes.data import recipe_corpus
-from rayzero.recipes.data.batch import Corpus
+from rayzero.recipes.data.text import Corpus
 from rayzero.recipes.lm import STEP_FLOPS, train_loop
 from rayzero.recipes.model import SAMPLES, build_model
 from rayzero.recipes.plan_check import PLAN_STEPS, PlanCheck, measure_hardware

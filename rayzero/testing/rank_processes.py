@@ -21,11 +21,10 @@ from typing import Any, Protocol
 import torch
 
 from rayzero.concurrency.processes import Sleepers, is_stopped
-from rayzero.elastic.controller import Controller
-from rayzero.elastic.members import MemberId, MemberKind, Process
+from rayzero.elastic.controller import Controller, Supervisor
+from rayzero.elastic.members import Answered, Died, Ended, Event, MemberId, MemberKind, Process, Serves
 from rayzero.elastic.reform import Abandon, Step, resolved, with_doors
 from rayzero.elastic.requests import take
-from rayzero.elastic.supervisor import Answered, Died, Ended, Event, Serves, Supervisor
 from rayzero.engine.context import running_in
 from rayzero.engine.private_torch import load_compiler_only_to_compile
 from rayzero.errors import RankLeftError, RunFailedError

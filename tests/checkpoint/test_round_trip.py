@@ -38,7 +38,9 @@ def test_the_digest_is_of_the_content_alone(written, directory, tmp_path):
     assert written.save(tmp_path / "later" / "step-000031", step=31).digest != one.digest
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=min(settings.default.max_examples, 60), suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data(), shard_numel=st.sampled_from([64, 128, 192, 1024]), num_owners=st.integers(1, 5))
 def test_any_range_can_be_read_from_any_cut(tmp_path_factory, data, shard_numel, num_owners):
     layout = small_layout(shard_numel)

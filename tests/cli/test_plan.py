@@ -14,9 +14,26 @@ import pytest
 from typer.testing import CliRunner
 
 from rayzero.cli import app, main
+from rayzero.plan.hardware import Hardware
+from rayzero.recipes import planning
 from rayzero.store.file_counts import files_of_owner, files_of_rank
 
+MEASURED: dict[str, Hardware] = {}  # by slab_dir: what this host can do, measured once for all tests
 SMALL = ["num_layers=2", "dim=64", "seq_len=32", "batch_size=2"]
+
+
+@pytest.fixture(autouse=True)
+def _measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan measures for a second or two."""
+    measure = planning.recipe_hardware
+
+    def measured(work: planning.RecipeWork) -> Hardware:
+        where = str(work.recipe.zero_config.slab_dir)
+        if where not in MEASURED:
+            MEASURED[where] = measure(work)
+        return MEASURED[where]
+
+    monkeypatch.setattr(planning, "recipe_hardware", measured)
 
 
 @dataclass(frozen=True)

@@ -285,7 +285,11 @@ ODD: list[Any] = [
 ]  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=3 * settings.default.max_examples,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(data=st.data())
 def test_odd_values_in_a_record_are_one_line_or_shown(run: Path, data: Any) -> None:
     record, row = json.loads(FILES["run.json"]), asdict(ROW)

@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 from cryptography import x509
 
-from rayzero.cluster.actors.certificates import Certificates
+from rayzero.cluster.actors.roster import Certificates
 from rayzero.cluster.files.key_files import FollowerKey
 from rayzero.config import SecurityConfig
 from rayzero.security.credentials import ANY_RANK, FOLLOWER, OWNER, Credentials, follower_token, name_of_rank

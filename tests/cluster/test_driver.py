@@ -18,7 +18,7 @@ import ray
 
 from rayzero.checkpoint.reader import Catalog
 from rayzero.cluster import driver as driver_module
-from rayzero.cluster import interrupts
+from rayzero.cluster import supervision
 from rayzero.cluster.actors import run_actors as actors_module
 from rayzero.cluster.actors.local_processes import LocalProcesses
 from rayzero.cluster.actors.run_actors import RunActors
@@ -27,13 +27,12 @@ from rayzero.cluster.files.key_files import FollowerKey
 from rayzero.cluster.files.metrics_log import MetricsLog, read_log
 from rayzero.cluster.files.run_dir import RunCheckpoints, StartPoint
 from rayzero.cluster.files.run_record import read_record
-from rayzero.cluster.interrupts import interruptible, postponed
 from rayzero.cluster.journal import Journal
 from rayzero.cluster.nodes import session
 from rayzero.cluster.nodes.session import answered, ray_answers
 from rayzero.cluster.processes.coordinator import News
 from rayzero.cluster.run import Member, Report, RunState
-from rayzero.cluster.supervision import Failure, Verdict, Watch, death_of
+from rayzero.cluster.supervision import Failure, Verdict, Watch, death_of, interruptible, postponed
 from rayzero.cluster.upkeep.follower import Follower
 from rayzero.config import RunConfig, ZeroConfig
 from rayzero.errors import ConfigError, DataError, RunFailedError
@@ -139,7 +138,7 @@ def test_a_signal_while_reports_are_handed_on_loses_and_doubles_none(
 
 def test_two_signals_at_once_are_one_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     """As ``timeout`` and service managers send them: to a process, and to its group."""
-    monkeypatch.setattr(interrupts, "_SAME_S", 60.0)  # a loaded machine may stand still between two lines
+    monkeypatch.setattr(supervision, "_SAME_S", 60.0)  # a loaded machine may stand still between two lines
     ended: list[str] = []
     with interruptible():
         with pytest.raises(SystemExit):
@@ -179,7 +178,7 @@ def exit_at_the_second(number: int) -> None:
 def test_a_signal_ends_the_block_with_its_own_exception_whatever_ray_makes_of_it(
     monkeypatch: pytest.MonkeyPatch, number: int, kind: Any, codes: Any, ends: Any
 ) -> None:
-    monkeypatch.setattr(interrupts, "_SAME_S", 0.0)
+    monkeypatch.setattr(supervision, "_SAME_S", 0.0)
     with pytest.raises(kind) as ended, interruptible():
         ends(number)
     assert ended.value.args == codes

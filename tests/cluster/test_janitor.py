@@ -230,6 +230,7 @@ def test_what_a_dead_owner_leaves_waits_for_its_successor_while_the_driver_lives
 # ---- states of a run that can go on
 
 
+@pytest.mark.thorough  # a killed run's states are held in tests/cluster/test_run_dir.py, too
 @needs.shared_memory
 def test_states_that_a_run_can_go_on_from_are_kept_for_a_while(tmp_path):
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY, prefix="test-") as folder:

@@ -21,8 +21,7 @@ from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
 from rayzero.engine.context import report
 from rayzero.engine.prepare import plan_units
 from rayzero.plan.hardware import Hosts
-from rayzero.plan.programs import Programs
-from rayzero.plan.tiers import RunBytes, plan_bytes
+from rayzero.plan.tiers import Programs, RunBytes, plan_bytes
 from rayzero.plan.work import measure_work
 from rayzero.recipes.plan_check import compare_bytes
 from rayzero.telemetry.names import MEMORY_BYTES, PROCESS_MEMORY_BYTES

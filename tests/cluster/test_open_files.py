@@ -11,7 +11,7 @@ import pytest
 
 from rayzero.cluster.nodes.resources import files_needed, too_few_files
 from rayzero.cluster.run import Member
-from rayzero.concurrency.own_process import MOST, open_files_allowed
+from rayzero.concurrency.processes import MOST, open_files_allowed
 from rayzero.store.file_counts import PROCESS, files_of_door, files_of_owner, files_of_rank
 from rayzero.store.owner.tensor_port import ENTERING
 
@@ -103,7 +103,7 @@ def test_the_soft_limit_is_raised_to_what_the_host_allows(soft: int, hard: int, 
 def test_a_process_raises_its_own_limit() -> None:
     code = """
         import resource
-        from rayzero.concurrency.own_process import raise_open_files
+        from rayzero.concurrency.processes import raise_open_files
 
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, 512))
         print(raise_open_files(), raise_open_files(), *resource.getrlimit(resource.RLIMIT_NOFILE))

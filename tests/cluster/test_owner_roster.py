@@ -10,8 +10,7 @@ import pytest
 import ray
 
 from rayzero.cluster.actors import roster as spares_module
-from rayzero.cluster.actors.certificates import Certificates
-from rayzero.cluster.actors.roster import Exporters, OwnerRoster, Spares, plan_exporters
+from rayzero.cluster.actors.roster import Certificates, Exporters, OwnerRoster, Spares, plan_exporters
 from rayzero.cluster.nodes.resources import ResourcePlan, Share
 from rayzero.cluster.processes.owner_process import OwnerSettings
 from rayzero.cluster.processes.process_exporter import LOOPBACK

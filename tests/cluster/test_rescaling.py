@@ -21,10 +21,9 @@ from rayzero.cluster.upkeep.replacement import Replacement
 from rayzero.cluster.upkeep.rescaling import Rescaling
 from rayzero.config import ScalingConfig, ZeroConfig
 from rayzero.elastic.controller import Controller
-from rayzero.elastic.members import MemberId, MemberKind, Process
+from rayzero.elastic.members import Answered, MemberId, MemberKind, Process
 from rayzero.elastic.reform import Step
 from rayzero.elastic.requests import ScaleRequest
-from rayzero.elastic.supervisor import Answered
 from rayzero.errors import ConfigError
 from rayzero.layout.shard_map import Rescale
 from rayzero.protocol.ownership import Ownership, Prepared

@@ -12,7 +12,7 @@ import pytest
 import ray
 
 from rayzero.cluster.actors import run_actors as module
-from rayzero.cluster.actors.reach_trial import Tries
+from rayzero.cluster.actors.actor_calls import Tries
 from rayzero.cluster.actors.run_actors import RunActors
 from rayzero.cluster.driver import _see_storage
 from rayzero.cluster.processes.process_exporter import LOOPBACK

@@ -102,7 +102,11 @@ def test_a_file_of_four_terabytes_with_a_right_header_takes_no_memory(tmp_path: 
         require_one_line(error)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=2 * settings.default.max_examples,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(data=st.data())
 def test_a_file_with_a_changed_header_is_refused_or_says_what_it_has(tmp_path: Path, data: Any) -> None:
     path = tmp_path / WHOLE_FILE

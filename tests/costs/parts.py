@@ -64,11 +64,14 @@ def parts_of(files: dict[str, str], tier: str, quarter: int, costs: Costs) -> di
         return group if tier == "all" else set(divide(group, 4, seconds)[quarter % 4])
 
     waiting = chosen(rays | hosts, waits)
-    trainers = {file for file, text in files.items() if "transformers" in text}  # each process imports it for 4 s
+    # what takes seconds to import is imported in one process: transformers and what stands on it, DCP, the compiler
+    folders = ("tests/integrations/", "tests/convert/")
+    words = ("transformers", "zoo", "distributed.checkpoint", "torch.compile")
+    heavy = {f for f, text in files.items() if f.startswith(folders) or any(word in text for word in words)}
     # Sevenths of what computes. In the first tier those of Ray and hosts, one after the other, end early: a seventh
     # comes after them, and three parts of two sevenths run beside, because many tests wait. In the second tier two
     # sevenths come after those of hosts, and one after those of Ray.
-    pieces = divide(chosen(set(files) - hosts, computes), 7, computes, trainers)
+    pieces = divide(chosen(set(files) - hosts, computes), 7, computes, heavy)
     if tier == "first":
         sevenths = {"one": (0, 3), "two": (1, 4), "three": (6,), "four": (2, 5)}
     else:

@@ -407,6 +407,7 @@ def train_and_list(context: RankContext, base: nn.Module, folder: Path) -> Any:
     return {rank: len(each) for rank, each in sorted(lives.items())}, results
 
 
+@pytest.mark.thorough
 def test_a_rank_and_an_owner_die_and_the_ranks_host_has_no_owner_but_a_door(
     expected: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

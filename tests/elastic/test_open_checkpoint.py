@@ -93,7 +93,7 @@ def test_a_checkpoint_is_complete_or_not_there_and_training_keeps_its_bits(
     check(case, expected, tmp_path, {})
 
 
-@pytest.mark.spread(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", ["owner", "lead"])
 def test_so_it_is_where_ranks_reach_owners_over_grpc(case: str, expected: Any, tmp_path: Path) -> None:
     with another_host("rank 0", "rank 1") as hosts:

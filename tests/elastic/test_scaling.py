@@ -464,7 +464,7 @@ MOVES = {
 }
 
 
-@pytest.mark.spread(1, second=12)
+@pytest.mark.spread(0, second=12)
 @pytest.mark.parametrize("cell", MOVES.values(), ids=MOVES)
 def test_a_death_while_shards_move_between_hosts_changes_no_bit(
     cell: Cell, tmp_path: Path, undisturbed: Any, caplog: pytest.LogCaptureFixture

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rayzero.elastic.controller import Controller
-from rayzero.elastic.members import MemberId, MemberKind, Process
+from rayzero.elastic.controller import Controller, Supervisor
+from rayzero.elastic.members import Answered, Died, Ended, MemberId, MemberKind, Process, Serves
 from rayzero.elastic.reform import Step
-from rayzero.elastic.supervisor import Answered, Died, Ended, Serves, Supervisor
 from rayzero.layout.shard_map import Rescale
 from rayzero.protocol.ownership import Ownership, Prepared
 

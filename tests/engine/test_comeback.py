@@ -238,7 +238,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
 needs_shm = needs.shared_memory
 
 
-@pytest.mark.spread(8)
+@pytest.mark.spread(5)
 @pytest.mark.parametrize("point", POINTS)
 def test_a_thread_that_dies_repeats_its_step(point: str, undisturbed: Any, tmp_path: Path) -> None:
     assert same(run(tmp_path, (point, AT)), undisturbed)
@@ -264,6 +264,7 @@ WRITTEN = [("forward", AT + 1), ("backward", AT + 1), ("pushed", AT + 1)]
 """Step AT's end has changed a bias, which the owners get with the next step's finish."""
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("at", [*product(["fetch", "finished", "stepped"], [0, 1, STEPS - 1]), *WRITTEN])
 def test_it_may_be_any_step(at: Point, undisturbed: Any, tmp_path: Path) -> None:
     assert same(run(tmp_path, at), undisturbed)

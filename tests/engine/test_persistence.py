@@ -151,7 +151,7 @@ def plans(draw: st.DrawFn) -> tuple[list[int], set[int], list[list[int]], int, i
     return sizes, frozen, steps, draw(st.integers(0, 40_000)), draw(st.integers(1, 8))
 
 
-@settings(max_examples=40)
+@settings(max_examples=min(settings.default.max_examples, 40))
 @given(plans(), st.booleans())
 def test_no_schedule_has_more_up_than_the_budget_or_other_bits(
     plan: tuple[list[int], set[int], list[list[int]], int, int], far: bool

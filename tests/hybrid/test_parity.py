@@ -324,7 +324,7 @@ def test_the_closure_is_called_once_and_its_loss_returned():
     assert hybrid.state
 
 
-@settings(max_examples=25)
+@settings(max_examples=min(settings.default.max_examples, 25))
 @given(
     shapes=st.lists(st.lists(st.integers(1, 40), max_size=3), min_size=1, max_size=5),
     fraction=st.floats(0, 1),

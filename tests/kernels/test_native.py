@@ -211,7 +211,7 @@ def test_any_master_is_rounded_as_torch_rounds_it(isa: str, dtype: torch.dtype) 
     assert bool(memory.params[~number].isnan().all())
 
 
-@settings(max_examples=60)
+@settings(max_examples=min(settings.default.max_examples, 60))
 @given(
     present=st.lists(st.integers(0, 40), min_size=1, max_size=17, unique=True).map(sorted),
     dtype=st.sampled_from(DTYPES),
@@ -228,7 +228,7 @@ def test_ranks_are_summed_in_order_in_groups_of_eight(
     assert same_bits(ours, updated(native.NativeKernel(isa=isa), [summed], [segment(count)]))
 
 
-@settings(max_examples=60)
+@settings(max_examples=min(settings.default.max_examples, 60))
 @given(
     parts=st.lists(st.sampled_from(DTYPES), min_size=1, max_size=8),
     count=st.sampled_from([1, 15, 64, 1024, 3000]),
@@ -247,7 +247,7 @@ def test_ranks_of_a_group_are_added_into_other_memory_with_the_same_bits(
     assert found[0] == found[-1] == 7.0
 
 
-@settings(max_examples=60)
+@settings(max_examples=min(settings.default.max_examples, 60))
 @given(
     present=st.lists(st.integers(0, 20), min_size=1, max_size=17, unique=True).map(sorted),
     dtype=st.sampled_from(DTYPES),
@@ -290,7 +290,7 @@ def test_ranks_may_send_different_dtypes() -> None:
 # ---- The same bits ----------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=80)
+@settings(max_examples=min(settings.default.max_examples, 80))
 @given(
     ranks=st.integers(1, 17),
     dtype=st.sampled_from(DTYPES),
@@ -408,7 +408,7 @@ def test_sums_of_squares_are_the_written_definition(isa: str, dtype: torch.dtype
     assert struct.pack("d", got) == struct.pack("d", want)
 
 
-@settings(max_examples=40)
+@settings(max_examples=min(settings.default.max_examples, 40))
 @given(count=st.integers(0, 5000), start=st.integers(0, 70), ranks=st.integers(1, 17), dtype=st.sampled_from(DTYPES))
 def test_sums_of_squares_are_exact_to_rounding(count: int, start: int, ranks: int, dtype: torch.dtype) -> None:
     gradients = make_gradients(start + count, ranks, dtype)

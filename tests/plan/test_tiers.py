@@ -16,8 +16,7 @@ from rayzero.engine.units.partition import build_layout
 from rayzero.errors import MemoryPlanError
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.plan.hardware import Hardware, Hosts
-from rayzero.plan.programs import Programs
-from rayzero.plan.tiers import RunBytes, _gathered, check_fits, hosts_of_owners, hosts_of_ranks, plan_bytes
+from rayzero.plan.tiers import Programs, RunBytes, _gathered, check_fits, hosts_of_owners, hosts_of_ranks, plan_bytes
 from rayzero.plan.work import Work
 from rayzero.quantities import format_bytes
 

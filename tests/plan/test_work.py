@@ -21,8 +21,7 @@ from rayzero.engine.prepare import engine_of
 from rayzero.engine.units.partition import build_layout
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.lanes import ThreadLane
-from rayzero.plan.programs import Programs
-from rayzero.plan.tiers import plan_bytes
+from rayzero.plan.tiers import Programs, plan_bytes
 from rayzero.plan.work import Offload, _Leaving, measure_work
 from rayzero.recipes.model import GPT
 from rayzero.recipes.recipe import GPTConfig

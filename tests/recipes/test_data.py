@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 from rayzero.errors import ConfigError, DataError
 from rayzero.recipes.data import recipe_corpus, tokens_of
-from rayzero.recipes.data.batch import IGNORED, Batch, Place
 from rayzero.recipes.data.corpora import Example, ExampleCorpus, ExampleReader, Packer, Row, pack, split_lines
-from rayzero.recipes.data.text import ByteTokenizer, FolderTokenizer, make_tokenizer, train_batch
+from rayzero.recipes.data.text import IGNORED, Batch, ByteTokenizer, FolderTokenizer, Place, make_tokenizer, train_batch
 from rayzero.recipes.recipe import RecipeConfig
 
 CHAT = [

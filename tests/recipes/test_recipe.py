@@ -37,13 +37,9 @@ def test_overrides_reach_every_group(tmp_path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("stepz=3", "unknown setting 'stepz'.*did you mean 'steps'"),
-        ("steps=0", "steps is 0 but must be greater than 0"),
         ("steps=three", "steps is 'three' but must be a valid integer"),
         ("lr=-1", "lr is -1"),
         ("zero.prcision=bf16", "unknown setting 'prcision'.*did you mean 'precision'"),
-        ("zero.cpu_memory_budget=0", "cpu_memory_budget is 0 but must be greater than 0"),
-        ("scaling.num_workers=0", "num_workers is 0"),
         ("dim=65", "dim 65 must split into 4 heads of an even size"),
         ("model=bert", "must be 'gpt' or 'hf:<config.json>'"),
         ("data=[]", "must be a file, folder, glob or 'stdlib'"),

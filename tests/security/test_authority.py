@@ -16,9 +16,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from rayzero.config import RunConfig, SecurityConfig
 from rayzero.errors import ConfigError
-from rayzero.security.authority import LASTS, RENEW_EVERY, Authority
+from rayzero.security.authority import LASTS, RENEW_EVERY, Authority, GivenFiles, Issuer, issuer
 from rayzero.security.credentials import ANY_RANK, OWNER, SAID_BEFORE, Credentials
-from rayzero.security.issuer import GivenFiles, Issuer, issuer
 
 RUN = Authority("x", on_loopback=False)
 
@@ -118,7 +117,7 @@ def test_given_files_that_may_end_before_the_run_are_named_and_refused_once_they
 ) -> None:
     made, clock = RUN.issue("all", BOTH, SAID_BEFORE + timedelta(days=1)), Clock()
     clock.now = time.time()
-    monkeypatch.setattr("rayzero.security.issuer.time", clock)
+    monkeypatch.setattr("rayzero.security.authority.time", clock)
     run = GivenFiles(files(tmp_path, made))
     assert run.warning is None
     clock.now += timedelta(days=2).total_seconds()

@@ -91,7 +91,7 @@ def interleave(spec: ModelSpec, program: Sequence[Sequence[RankStep]], num_owner
 
 
 @pytest.mark.spread(3)
-@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=min(settings.default.max_examples, 25), suppress_health_check=[HealthCheck.too_slow])
 @given(programs(), st.integers(1, 4), st.randoms(use_true_random=False))
 def test_any_interleaving_ends_with_the_same_bits(
     program: list[list[RankStep]], num_owners: int, order: random.Random

@@ -155,7 +155,7 @@ def test_every_connection_has_keys_of_its_own() -> None:
     assert "sending" not in repr(made[0])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=settings.default.max_examples * 3 // 2, deadline=None)
 @given(data=st.data(), encrypted=st.booleans())
 def test_whatever_happens_to_the_bytes_on_the_way_is_noticed(data: st.DataObject, encrypted: bool) -> None:
     keys = KEYS[encrypted]

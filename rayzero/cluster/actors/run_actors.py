@@ -20,6 +20,9 @@ from rayzero.cluster.actors.actor_calls import (
     ANSWER_S,
     START_S,
     STOP_S,
+    ReachTarget,
+    ReachTrial,
+    Tries,
     actor_class,
     ask,
     ask_config,
@@ -27,13 +30,10 @@ from rayzero.cluster.actors.actor_calls import (
     failure_of_call,
     make_coordinator,
 )
-from rayzero.cluster.actors.certificates import Certificates
 from rayzero.cluster.actors.local_processes import KILL_S, LocalProcesses
-from rayzero.cluster.actors.reach_trial import ReachTarget, ReachTrial, Tries
-from rayzero.cluster.actors.roster import Exporters, Joining, OwnerRoster, Spares, plan_exporters
+from rayzero.cluster.actors.roster import Certificates, Exporters, Joining, OwnerRoster, Spares, plan_exporters
 from rayzero.cluster.continuation import take_over
 from rayzero.cluster.files.metrics_log import MetricsLog
-from rayzero.cluster.interrupts import shielded
 from rayzero.cluster.janitor import Janitor, KeptStates, Remains
 from rayzero.cluster.nodes.places import OwnerPlace, OwnerPlaces, Reservation, door_place
 from rayzero.cluster.nodes.resources import too_few_files
@@ -43,6 +43,7 @@ from rayzero.cluster.processes.owner_process import OptimizerActor, OwnerSetting
 from rayzero.cluster.processes.process_exporter import LOOPBACK, ExporterSettings, Renewed
 from rayzero.cluster.processes.rank_worker import PackedLoop, RankSettings, RankWorker
 from rayzero.cluster.run import Member, RunState, optimizer_name, rank_name
+from rayzero.cluster.supervision import shielded
 from rayzero.config import TelemetryConfig, ZeroConfig
 from rayzero.errors import ConfigError
 from rayzero.protocol.ownership import Ownership

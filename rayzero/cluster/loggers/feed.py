@@ -34,9 +34,9 @@ from types import TracebackType
 from typing import Any
 
 from rayzero.cluster.files.metrics_log import Row, RowTail, read_log, values_of
-from rayzero.cluster.interrupts import shielded
 from rayzero.cluster.loggers.reporter import LoggedRun, Reporter, opener, replaces
 from rayzero.cluster.run import LoggerState
+from rayzero.cluster.supervision import shielded
 from rayzero.concurrency.survivor import with_own_path
 from rayzero.config.choices import LoggerName
 from rayzero.files import replace_file, to_json

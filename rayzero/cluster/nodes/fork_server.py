@@ -21,7 +21,7 @@ from importlib import import_module
 from typing import Any
 
 from rayzero.cluster.nodes.worker_fork import LENGTH, READ_ONCE, peer_is_us
-from rayzero.concurrency.own_process import uncollected
+from rayzero.concurrency.processes import uncollected
 
 with uncollected():
     import numpy.random

@@ -26,9 +26,9 @@ from typing import Any, NoReturn
 
 import psutil
 
-from rayzero.cluster.interrupts import delayed, shielded
 from rayzero.cluster.nodes import worker_fork
 from rayzero.cluster.nodes.worker_fork import fork_token, make_ready, start_server
+from rayzero.cluster.supervision import delayed, shielded
 from rayzero.concurrency.survivor import with_own_path
 from rayzero.errors import RunFailedError
 

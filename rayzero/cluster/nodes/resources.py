@@ -5,7 +5,7 @@ worker and the optimizer actors beside it on the same node (optimizer ``k`` besi
 every rank is a group of its own and all optimizer actors are another, close together (``"packed"``) or spread over the
 nodes that carry the labels of ``scaling_config.optimizer_labels`` (``"cpu_nodes"``).
 
-[Note: open files] Each process raises its own limit of open files as it starts (concurrency/own_process.py) and says
+[Note: open files] Each process raises its own limit of open files as it starts (concurrency/processes.py) and says
 what it may open then; the driver compares that with what the run needs before the first port is open, and before it
 lets other owners in.
 """

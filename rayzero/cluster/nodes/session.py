@@ -14,11 +14,11 @@ import ray
 from ray._private import utils as ray_utils
 from ray._raylet import Config  # type: ignore[attr-defined]  # a compiled module
 
-from rayzero.cluster.interrupts import interruptible, shielded
 from rayzero.cluster.nodes.local_ray import LocalRay
 from rayzero.cluster.nodes.ray_address import find_ray
 from rayzero.cluster.nodes.resources import Node
 from rayzero.cluster.run import NAMESPACE
+from rayzero.cluster.supervision import interruptible, shielded
 from rayzero.errors import RunFailedError
 from rayzero.security.addresses import host_and_port
 

@@ -26,7 +26,7 @@ from rayzero.cluster.files.metrics_log import MetricsLog
 from rayzero.cluster.processes.live_page import Known, LivePage, RunEvent
 from rayzero.cluster.processes.process_exporter import ExporterSettings, ProcessExporter, Renewed
 from rayzero.cluster.run import DISCOVERY_PATH, Member, Report, RunState
-from rayzero.concurrency.own_process import raise_open_files
+from rayzero.concurrency.processes import raise_open_files
 from rayzero.quantities import count
 from rayzero.telemetry.http import Page
 from rayzero.telemetry.names import (

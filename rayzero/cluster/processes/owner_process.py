@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rayzero.concurrency.own_process import uncollected
+from rayzero.concurrency.processes import uncollected
 
 with uncollected():  # a process of a run does nothing else meanwhile
     import torch

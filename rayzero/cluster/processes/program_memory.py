@@ -1,12 +1,23 @@
-"""Measures the memory that a run's programs take for their imports, by importing the same modules in this process."""
+"""The memory that a run's programs take for their imports, measured by importing the same modules in this process."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from importlib import import_module
 
-from rayzero.concurrency.own_process import uncollected
+from rayzero.concurrency.processes import uncollected
 from rayzero.memory.process_memory import ProcessMemory, process_memory
-from rayzero.plan.programs import Imported
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Imported:
+    """One process's memory after it imported, one after the other, what ..."""
+
+    coordinator: ProcessMemory  # ... a coordinator imports,
+    owner: ProcessMemory  # ... owners and ranks import,
+    compiler: (
+        ProcessMemory  # ... and torch.compile's compiler, which a plan needs and a rank that compiles nothing does not
+    )
 
 
 def coordinator_memory() -> ProcessMemory:

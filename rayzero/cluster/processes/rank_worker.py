@@ -20,7 +20,7 @@ from typing import Any
 import ray
 from ray import cloudpickle
 
-from rayzero.concurrency.own_process import uncollected
+from rayzero.concurrency.processes import uncollected
 
 with uncollected():  # a process of a run does nothing else meanwhile
     import torch

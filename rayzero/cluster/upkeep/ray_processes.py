@@ -16,17 +16,15 @@ from typing import Any
 
 import ray
 
-from rayzero.cluster.actors.actor_calls import ANSWER_S, START_S, control, failure_from_ray
-from rayzero.cluster.actors.reach_trial import ReachTrial
+from rayzero.cluster.actors.actor_calls import ANSWER_S, START_S, ReachTrial, control, failure_from_ray
 from rayzero.cluster.actors.roster import Joining
 from rayzero.cluster.actors.run_actors import RunActors
 from rayzero.cluster.processes.rank_worker import PackedLoop, RankSettings
 from rayzero.cluster.run import actor_name
 from rayzero.cluster.supervision import Failure, death_of
 from rayzero.concurrency.processes import Sleepers, process_with, watch_process
-from rayzero.elastic.members import MemberId, MemberKind, Process
+from rayzero.elastic.members import Answered, Died, Event, MemberId, MemberKind, Process, Serves
 from rayzero.elastic.reform import Step
-from rayzero.elastic.supervisor import Answered, Died, Event, Serves
 from rayzero.errors import ConfigError, RayZeroError
 from rayzero.protocol.ownership import Ownership
 

@@ -7,17 +7,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rayzero.cluster.actors.run_actors import RunActors
-from rayzero.cluster.interrupts import postponed
 from rayzero.cluster.journal import Journal
 from rayzero.cluster.nodes.session import ray_answers
 from rayzero.cluster.run import Recovery, actor_name
-from rayzero.cluster.supervision import Failure, OneCause, death_of
+from rayzero.cluster.supervision import Failure, OneCause, death_of, postponed
 from rayzero.cluster.upkeep.ray_processes import Death, RayProcesses
 from rayzero.cluster.upkeep.rescaling import Rescaling
-from rayzero.elastic.controller import Controller, Start, still_outlived
-from rayzero.elastic.members import MemberId, MemberKind, Process
+from rayzero.elastic.controller import Controller, Start, Supervisor, still_outlived
+from rayzero.elastic.members import Answered, Died, Event, MemberId, MemberKind, Process, Serves
 from rayzero.elastic.reform import Call
-from rayzero.elastic.supervisor import Answered, Died, Event, Serves, Supervisor
 
 
 @dataclass(slots=True, kw_only=True)

@@ -18,11 +18,10 @@ from rayzero.cluster.upkeep.ray_processes import RayProcesses
 from rayzero.config import ScalingConfig, ZeroConfig
 from rayzero.config.zero import Placement
 from rayzero.elastic import reform
-from rayzero.elastic.controller import Action, still_outlived
-from rayzero.elastic.members import MemberKind
+from rayzero.elastic.controller import Action, Supervisor, still_outlived
+from rayzero.elastic.members import Answered, Event, MemberKind, Serves
 from rayzero.elastic.reform import Step, with_doors
 from rayzero.elastic.requests import ScaleRequest, ask, withdraw
-from rayzero.elastic.supervisor import Answered, Event, Serves, Supervisor
 from rayzero.errors import ConfigError, RunFailedError
 from rayzero.layout.shard_map import Rescale
 from rayzero.protocol.ownership import Prepared, device_owners

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from rayzero.errors import DataError
-from rayzero.recipes.data.batch import Corpus, Tokenizer
 from rayzero.recipes.data.corpora import EXAMPLES_FILE, ExampleCorpus, ExampleReader, StreamCorpus, read_lines
 from rayzero.recipes.data.text import (
     TOKEN_FILE,
+    Corpus,
     Text,
+    Tokenizer,
     WindowCorpus,
     about_files,
     find_files,

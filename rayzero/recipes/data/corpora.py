@@ -32,8 +32,17 @@ from torch import Tensor
 from rayzero.errors import ConfigError, DataError
 from rayzero.files import parse_json
 from rayzero.quantities import count
-from rayzero.recipes.data.batch import IGNORED, Batch, Corpus, Place, Prompt, Tokenizer
-from rayzero.recipes.data.text import FolderTokenizer, batch_seed, unigram_log_probs
+from rayzero.recipes.data.text import (
+    IGNORED,
+    Batch,
+    Corpus,
+    FolderTokenizer,
+    Place,
+    Prompt,
+    Tokenizer,
+    batch_seed,
+    unigram_log_probs,
+)
 from rayzero.recipes.recipe import STREAM_PREFIX, RecipeConfig
 
 Message = Mapping[str, str]

@@ -277,7 +277,7 @@ def test_what_does_not_fit_is_fetched_again() -> None:
 SPEEDS = st.floats(1e7, 1e10)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=min(settings.default.max_examples, 25))
 @given(SPEEDS, SPEEDS, SPEEDS, st.integers(1, 3), st.floats(0, 0.01))
 def test_no_step_beats_the_bound_of_a_plan(
     network: float, memory: float, adam: float, ranks: int, compute: float
@@ -309,7 +309,7 @@ def test_no_step_beats_the_bound_of_a_plan(
     assert found.seconds >= found.bound * (1 - 1e-9)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=min(settings.default.max_examples, 25))
 @given(st.sampled_from(["network", "memory", "adam_core", "norm_core", "copy_core", "cores"]), st.floats(1.1, 10))
 def test_nothing_gets_slower_with_more_of_something(what: str, factor: float) -> None:
     slow = replace(HOST, cores=2.0, memory=4e9, network=5e8)
@@ -339,7 +339,7 @@ def placed(places: tuple[int, int, int, int], options: Options, gpus: bool, dtyp
     )
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=min(settings.default.max_examples, 30))
 @given(
     PLACES,
     st.sampled_from([SHM, *(replace(GRPC, most_streams=most) for most in (1, 3, 4, 6, 8, 64))]),
