@@ -33,7 +33,7 @@ from rayzero.testing import run_ranks
 
 _INSIDE = "RAYZERO_LAB_NAMESPACE"  # set in the process that has a network of its own
 _WARM = 3  # steps at a rate that are not measured
-Figures = dict[tuple[float, float], list[tuple[float, float, int]]]  # by Gbit/s and rate: first, all, bytes
+Figures = dict[float, list[tuple[float, float, int]]]  # by rate: first, all, bytes
 
 
 def main() -> int:
@@ -49,11 +49,14 @@ def main() -> int:
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY, prefix="owners-") as elsewhere:
         hosts = {f"optimizer {owner}": Path(elsewhere) for owner in range(2)}
-        found: Figures = run_ranks(partial(rank, args), 1, 2, "shm", processes=True, hosts=hosts)[0]
-    for (gbit, rate), steps in found.items():
-        first, whole, came = zip(*steps, strict=True)
-        spreads = f"first {Spread.of(first).text(1e3, 0):>14}, all {Spread.of(whole).text(1e3, 0):>14}"
-        print(f"  {gbit:g} Gbit/s  {rate:<6g} {spreads} ms   {sorted(came)[len(came) // 2] / 1e6:.1f} MB")
+        for gbit in args.gbit:
+            limit = ["tbf", "rate", f"{gbit}gbit", "burst", "1mb", "latency", "50ms"]
+            subprocess.run(["tc", "qdisc", "replace", "dev", "lo", "root", *limit], check=True)
+            found: Figures = run_ranks(partial(rank, args), 1, 2, "shm", processes=True, hosts=hosts)[0]
+            for rate, steps in found.items():
+                first, whole, came = zip(*steps, strict=True)
+                spreads = f"first {Spread.of(first).text(1e3, 0):>14}, all {Spread.of(whole).text(1e3, 0):>14}"
+                print(f"  {gbit:g} Gbit/s  {rate:<6g} {spreads} ms   {sorted(came)[len(came) // 2] / 1e6:.1f} MB")
     return 0
 
 
@@ -70,28 +73,25 @@ def rank(args: argparse.Namespace, context: RankContext) -> Figures:
         store.load(unit.index, 0.02 * torch.randn(unit.numel, device="cpu")).result()
     grads = [[(0.01 * torch.randn(unit.numel, device="cpu")).to(unit.dtype) for unit in units] for _ in range(2)]
     step, found = 0, Figures()
-    for gbit in args.gbit:
-        limit = ["tbf", "rate", f"{gbit}gbit", "burst", "1mb", "latency", "50ms"]
-        subprocess.run(["tc", "qdisc", "replace", "dev", "lo", "root", *limit], check=True)
-        for rate in args.rates:
-            hyper, steps = tuple({**each, "lr": rate} for each in HYPER), []
-            for _ in range(_WARM + args.steps):
-                pushes = []
-                for unit in reversed(units):
-                    header = Contribution(step=step, attempt=0, rank=0, unit=unit.index, seq=0, presence=b"\1")
-                    pushes.append(store.push(header, grads[step % 2][unit.index]))
-                for push in pushes:
-                    push.result()
-                before, began = received(), time.monotonic()
-                report = FinishReport(step=step, attempt=0, rank=0, counts=(1,) * len(units))
-                store.finish(report, StepInputs(edits=(), hyper=hyper)).result()
-                step += 1
-                seconds = []
-                for unit in units:
-                    store.published(unit.index, step).result()
-                    seconds.append(time.monotonic() - began)
-                steps.append((seconds[0], seconds[-1], received() - before))
-            found[gbit, rate] = steps[_WARM:]
+    for rate in args.rates:
+        hyper, steps = tuple({**each, "lr": rate} for each in HYPER), []
+        for _ in range(_WARM + args.steps):
+            pushes = []
+            for unit in reversed(units):
+                header = Contribution(step=step, attempt=0, rank=0, unit=unit.index, seq=0, presence=b"\1")
+                pushes.append(store.push(header, grads[step % 2][unit.index]))
+            for push in pushes:
+                push.result()
+            before, began = received(), time.monotonic()
+            report = FinishReport(step=step, attempt=0, rank=0, counts=(1,) * len(units))
+            store.finish(report, StepInputs(edits=(), hyper=hyper)).result()
+            step += 1
+            seconds = []
+            for unit in units:
+                store.published(unit.index, step).result()
+                seconds.append(time.monotonic() - began)
+            steps.append((seconds[0], seconds[-1], received() - before))
+        found[rate] = steps[_WARM:]
     store.close()
     return found
 
