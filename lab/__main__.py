@@ -25,6 +25,7 @@ ROOMS = {
         "frozen_codecs",
         "give_shards",
         "hooks",
+        "mirror_links",
         "door",
         "host_push",
         "telemetry",

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from rayzero.cli.status import plain
 from rayzero.quantities import count, format_bytes
-from rayzero.telemetry.picture import CAUSES, PHASES, RESULTS, Bar, Picture, RankRow
+from rayzero.telemetry.picture import CAUSES, PHASES, RESULTS, Bar, FollowersRow, Picture, RankRow
 
 _MOST_ROWS = 16  # in one table: those that waited longest, worked longest or are fullest
 _PHASE_BAR = 60  # letters
@@ -51,6 +51,8 @@ def render(
         parts += [Text(), _ranks(picture)]
     if picture.owners:
         parts += [Text(), _owners(picture)]
+    if picture.followers is not None:
+        parts += [Text(), _followers(picture.followers)]
     if picture.bars:
         parts += [Text(), _memory(picture.bars)]
     if picture.silent or picture.late:
@@ -149,6 +151,20 @@ def _owners(picture: Picture) -> RenderableType:
             _number(row.shards),
         )
     return _with_rest(table, picture.owners, "owners that work less")
+
+
+def _followers(row: FollowersRow) -> RenderableType:
+    table = _table("followers", "oldest\nversion", "newest\nversion", "behind", "bytes of\nchanges", "bytes\nwhole")
+    behind = None if row.version is None or row.newest is None else row.newest - row.version
+    table.add_row(
+        _number(row.count),
+        _number(row.version),
+        _number(row.newest),
+        _number(behind),
+        format_bytes(row.change_bytes),
+        format_bytes(row.whole_bytes),
+    )
+    return table
 
 
 def _memory(bars: Sequence[Bar]) -> RenderableType:

@@ -7,10 +7,14 @@ where half did, 1.14; never more than 0.143 and 2 for each changed word.
 
 [Note: the checksum] Both ends take it of the whole shard, which costs as much as reading it once: the owner when it has
 packed a change, the follower when it has applied one. It finds damage and lost or misplaced changes, not malice.
+
+[Note: a change as a record] To a copy on another host a shard's change travels as a record (codecs/record.py): how many
+bytes it has, the checksum, the payload. A record of no more than the first number says that the shard follows whole.
 """
 
 from __future__ import annotations
 
+import struct
 from ctypes import byref, c_int64
 from dataclasses import dataclass
 from enum import StrEnum
@@ -22,11 +26,13 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rayzero.codecs.record import LENGTH, used_bytes
 from rayzero.errors import TransferError
 from rayzero.kernels.native import load
 
 Words = NDArray[np.uint16]
 Bits = NDArray[np.uint8]
+_HEAD = struct.Struct("<qQ")  # of a record
 
 
 class Form(StrEnum):
@@ -134,6 +140,31 @@ def _unpack(payload: bytes | memoryview, words: Words) -> bool:
     if len(packed) - at != 2 * len(places):
         return False
     words[places] = packed[at:].view(np.uint16)
+    return True
+
+
+def to_record(change: Change | None) -> bytes:
+    """See [Note: a change as a record]. None: the shard follows whole."""
+    if change is None:
+        return _HEAD.pack(LENGTH, 0)[:LENGTH]
+    return _HEAD.pack(_HEAD.size + len(change.payload), change.checksum) + change.payload
+
+
+def room_for_record(values: Tensor) -> Tensor:
+    """Memory for a record of a shard's change: 1D uint8. ``values``: the shard's."""
+    return torch.empty(_HEAD.size + values.nbytes // 2, dtype=torch.uint8, device="cpu")
+
+
+def apply_record(record: Tensor, before: int, after: int, values: Tensor) -> bool:
+    """Make a shard of version ``before`` what it is at ``after``; see ``apply``. False: it follows whole."""
+    used = used_bytes(record)
+    if used < _HEAD.size:
+        return False
+    content = record[:used].numpy().data
+    payload = content[_HEAD.size :]
+    form = Form.POSITIONS if len(payload) else Form.NOTHING
+    _, found = _HEAD.unpack_from(content)
+    apply(Change(before=before, after=after, form=form, payload=payload, checksum=found), values)
     return True
 
 

@@ -1,12 +1,18 @@
-"""The changes of the last versions of an owner's shards, for followers on other hosts, which reach any version that all
-owners have reached without one being held for them.
+"""What updates changed in an owner's shards, for other hosts: the changes of the last versions for followers, which
+reach any version that all owners have reached without one being held for them; those of the newest one for copies.
 
 [Note: when changes are noted] An update says which words it changed, in a bitmap. What a follower gets is made of that
 after the step's last publication, so no rank waits for it; the checksum, too. The native kernel fills the bitmap in its
 one pass: what was published is its old master, rounded, which it has in registers. (Not if a NaN was there when noting
 began: others may have rounded it to another NaN.) With other kernels, and classes, the bytes from before are kept and
-compared. Published fp32 changes nearly everywhere, so all of it is noted, as often as that fits. While nobody follows,
+compared. Published fp32 changes nearly everywhere, so all of it is noted, as often as that fits. While nobody asks,
 nothing is noted. lab/RESULTS.md has what it costs.
+
+[Note: for copies] A host's copy needs each version once, and at once. What it gets is packed when it asks, from the
+bitmap of the newest update, which stays until the shard's next one. (That may begin meanwhile only where no rank waits
+for the version; then the checksum says so.) Only the kernel notes for copies, and nobody looks for NaNs: the checksum
+finds what was rounded otherwise. While changes are more than half of the bytes, fewer and fewer updates are noted, down
+to one of 64.
 
 [Note: how far back] Changes take at most as many bytes as the published parameters, or a quarter of the memory that is
 free when somebody begins to follow, if that is less; the oldest go first. Who needs more takes a shard whole.
@@ -31,7 +37,9 @@ from rayzero.protocol.messages import COMPUTE
 from rayzero.telemetry.names import CHANGE_BYTES, CHANGED_RATIO
 from rayzero.telemetry.recorder import Recorder
 
-QUIET_S = 60.0  # without a question, until nothing is noted any more
+QUIET_S = 60.0  # without a question of a follower, until nothing is noted for any
+_QUIET = 8  # versions for which no copy asks, until nothing is noted for any
+_MOST_SKIPPED = 63  # updates between two that are noted
 
 
 @dataclass(eq=False)
@@ -40,7 +48,7 @@ class _Shard:
 
     base: int  # the version before the oldest change, or the one that the shard has had since noting began
     now: int  # the newest version that is known
-    noted: Tensor | None  # where the update itself notes, all zeros before it; None: it does not
+    by_kernel: bool  # whether the update itself notes
     base_sum: int | None = None  # its checksum; None: of a frozen shard that nobody has asked for
     now_sum: int | None = None  # that of the newest version
     changes: deque[Change] = field(default_factory=deque)
@@ -84,12 +92,17 @@ class ChangeLog:
         self._kept = self._budget = 0  # bytes
         self._words = 0  # of all trained shards
         self._noted: dict[int, Tensor | None] = {}  # by shard, of this step; None: all of it
+        self._newest: dict[int, tuple[Tensor, int]] = {}  # by shard: what its newest update noted, the content before
+        self._for_copies = False
+        self._copied = -1 - _QUIET  # the newest version that a copy has asked for
+        self._sizes = [0, 0]  # bytes of changes for copies since the last step's end, and of their shards
+        self._passed, self._skip = 0, 0  # updates since that was known last; how many are not noted before one is
         self._was: Tensor | None = None  # published bytes before the update in progress
         self._listeners: list[Callable[[], object]] = []
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of changes now."""
+        """Bytes of changes now, for followers."""
         return self._kept
 
     # ---- any thread
@@ -115,6 +128,21 @@ class ChangeLog:
                 return []  # it is noted in a moment
             return None if known is None else known.since(have, had)
 
+    def newest(self, shard: int, before: int, version: int) -> Change | None:
+        """What made ``version`` of a shard, which is published, from the content of ``before``, for a copy of it. None:
+        that is not known, or more than half of the bytes. Notes from a next update on."""
+        self._copied = max(self._copied, version)
+        params = self._shards[shard].params
+        bitmap, base = self._newest.get(shard, (None, -1))
+        if bitmap is None or base != before:
+            return None
+        form, payload, _ = encode(params, bitmap)
+        with self._lock:
+            self._sizes = [self._sizes[0] + len(payload), self._sizes[1] + params.nbytes]
+        if 2 * len(payload) > params.nbytes:
+            return None
+        return Change(before=before, after=version, form=form, payload=payload, checksum=checksum(params))
+
     def listen(self, listener: Callable[[], object]) -> None:
         """Call ``listener``, in the updater's thread, whenever ``since`` may have another answer. A version's changes
         are known a little after it is published."""
@@ -137,21 +165,25 @@ class ChangeLog:
 
     def _began(self, owned: OwnedShard) -> _Shard:
         if not owned.trainable:
-            return _Shard(base=owned.published, now=owned.published, noted=None)
-        found, by_kernel = checksum(owned.params), self._rule.notes and owned.params.itemsize == 2
-        noted = None
-        if by_kernel and not owned.params.isnan().any():
-            noted = torch.zeros(-(-owned.shard.numel // 8), dtype=torch.uint8, device="cpu")
-        return _Shard(base=owned.published, now=owned.published, noted=noted, base_sum=found, now_sum=found)
+            return _Shard(base=owned.published, now=owned.published, by_kernel=False)
+        found, by_kernel = checksum(owned.params), self._kernel_notes(owned) and not bool(owned.params.isnan().any())
+        return _Shard(base=owned.published, now=owned.published, by_kernel=by_kernel, base_sum=found, now_sum=found)
+
+    def _kernel_notes(self, owned: OwnedShard) -> bool:
+        return self._rule.notes and owned.params.itemsize == 2
 
     def before(self, owned: OwnedShard) -> None:
         """A shard is about to be updated."""
-        known = self._known.get(owned.shard.index)
-        if known is None:
-            return
-        if known.noted is not None:
-            owned.changed = known.noted
-        elif owned.params.itemsize == 2:
+        index = owned.shard.index
+        known, former = self._known.get(index), self._newest.pop(index, None)
+        if known.by_kernel if known is not None else self._for_copies and self._kernel_notes(owned):
+            if former is None:
+                owned.changed = torch.zeros(-(-owned.shard.numel // 8), dtype=torch.uint8, device="cpu")
+            else:
+                owned.changed = former[0]
+                owned.changed.numpy()[:] = 0  # torch would wake its threads for it
+            self._newest[index] = owned.changed, owned.content
+        elif known is not None and owned.params.itemsize == 2:
             self._was = owned.params.clone()
 
     def after(self, owned: OwnedShard) -> None:
@@ -163,7 +195,7 @@ class ChangeLog:
 
     def published(self, version: int) -> None:
         """Every shard is published at ``version``."""
-        self._torn = False
+        self._torn, self._for_copies = False, self._copies_pay(version)
         if self._asked_s is None:
             return
         if self._clock() - self._asked_s > QUIET_S:
@@ -182,6 +214,15 @@ class ChangeLog:
                 self._tell()
             self._recorder.set(CHANGED_RATIO, differ / max(1, self._words))
 
+    def _copies_pay(self, version: int) -> bool:
+        """Whether to note the next update for copies."""
+        with self._lock:
+            (came, of), self._sizes = self._sizes, [0, 0]
+        self._passed += 1
+        if of:  # copies have asked for an update that was noted
+            self._skip, self._passed = 0 if 2 * came <= of else min(2 * self._skip + 1, _MOST_SKIPPED), 0
+        return self._passed % (self._skip + 1) == self._skip and version - self._copied <= _QUIET
+
     def _note(self, known: _Shard, index: int, version: int, changed: Tensor | None) -> int:
         """Keep what an update has changed. Returns the number of words."""
         params = self._shards[index].params
@@ -191,8 +232,6 @@ class ChangeLog:
                 known.now = version
             return 0
         self._recorder.add(CHANGE_BYTES, len(payload), form=form)
-        if changed is not None:
-            changed.numpy()[:] = 0  # torch would wake its threads for it
         found = checksum(params)
         last = known.changes[-1].after if known.changes else known.base
         with self._lock:
@@ -210,6 +249,7 @@ class ChangeLog:
     def rewritten(self, owned: OwnedShard) -> None:
         """Something else than an update has written what is published: nobody can go on from what was there."""
         index = owned.shard.index
+        self._newest.pop(index, None)
         if index not in self._known:
             return
         new = self._began(owned)

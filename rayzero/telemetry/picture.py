@@ -52,6 +52,17 @@ class OwnerRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FollowersRow:
+    """All processes that follow the run over the network."""
+
+    count: int
+    version: int | None  # which the one that is farthest behind has; -1: none yet
+    newest: int | None  # which all owners have published
+    change_bytes: int  # that they got in the span, of what versions changed
+    whole_bytes: int  # the same of shards as they are
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
     """Bytes in use; ``limit``: None if there is none."""
 
@@ -77,6 +88,7 @@ class Picture:
     phases: dict[str, float]  # seconds a step, mean over ranks, in the order of PHASES
     ranks: tuple[RankRow, ...]
     owners: tuple[OwnerRow, ...]
+    followers: FollowersRow | None  # None: there are none
     bars: tuple[Bar, ...]
     silent: dict[str, str]  # process -> why it did not answer
     late: dict[str, float]  # process -> seconds since its last heartbeat, if that is long ago
@@ -141,6 +153,7 @@ def draw_from(run: str, before: Scrape | None, now: Scrape) -> Picture:
         },
         ranks=tuple(map(_rank_row, ranks)),
         owners=tuple(map(_owner_row, owners)),
+        followers=_followers_row(owners),
         bars=(*_node_bars(processes), *_process_bars(processes)),
         silent={one.target.who: one.error or "" for one in now.processes if one.series is None},
         late={
@@ -212,6 +225,26 @@ def _owner_row(owner: _Process) -> OwnerRow:
         efficiency=_ratio(moved, owner.now.get(names.HOST_BANDWIDTH_LIMIT)),
         version=owner.whole(names.PARAM_VERSION),
         shards=owner.whole(names.SHARDS),
+    )
+
+
+def _followers_row(owners: Sequence[_Process]) -> FollowersRow | None:
+    """Each follower takes shards of every owner."""
+    count = max((owner.whole(names.FOLLOWERS) or 0 for owner in owners), default=0)
+    if not count:
+        return None
+    newest = min(_told(owner.now.get(names.PARAM_VERSION) for owner in owners), default=None)
+    lag = max(_told(owner.now.get(names.FOLLOWER_LAG) for owner in owners), default=None)
+    came = {
+        form: int(_sum(owner.grown(names.FOLLOW_BYTES, form=form) for owner in owners) or 0)
+        for form in ("changes", "whole")
+    }
+    return FollowersRow(
+        count=count,
+        version=None if newest is None or lag is None else int(newest - lag),
+        newest=None if newest is None else int(newest),
+        change_bytes=came["changes"],
+        whole_bytes=came["whole"],
     )
 
 

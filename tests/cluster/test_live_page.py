@@ -237,8 +237,22 @@ def test_the_json_has_what_exporters_and_rows_say(served: Served) -> None:
         ("optimizer 0", 8, 4),
         ("optimizer 1", 8, 3),
     ]
+    assert told["followers"] is None
     assert [event["text"] for event in told["events"]] == [event.text for event in reversed(served.events)]
     assert told["trouble"] == []
+    follow(served)
+    served.page.refresh()
+    assert served.get(DATA_PATH)["followers"] == {
+        "count": 3, "version": 6, "newest": 8, "change_bytes": 3072, "whole_bytes": 0,
+    }  # fmt: skip
+
+
+def follow(served: Served) -> None:
+    """What an owner records of followers."""
+    told = served.processes[-1].recorder
+    told.set(names.FOLLOWERS, 3)
+    told.set(names.FOLLOWER_LAG, 2)
+    told.add(names.FOLLOW_BYTES, 3072, form="changes")
 
 
 def test_a_process_that_does_not_answer_is_named_and_inf_is_no_number(served: Served) -> None:
@@ -353,6 +367,11 @@ def test_a_browser_shows_it_at_two_sizes_in_light_and_dark(served: Served, tmp_p
         assert len(labels) == 2 + 4, "loss, speed; grad_norm, lr, memory_bytes and a strange name"
         assert "memory_bytes: 588 MiB, between 588 MiB and 588 MiB" in labels
         assert tab.evaluate("document.querySelectorAll('#owners tbody tr').length") == 2
+        assert tab.evaluate("document.getElementById('followed').hidden")
+        follow(served)
+        tab.wait_for("!document.getElementById('followed').hidden")
+        cells = tab.evaluate("[...document.querySelectorAll('#followers tbody tr > *')].map(one => one.textContent)")
+        assert cells[:4] == ["3", "318", "320", "2"]
         served.exporter.close()
         tab.wait_for("document.getElementById('state').className === 'gone'")
         assert {request.rpartition("/")[2] for request in tab.requests} <= {"", "live.json", "data:,", "about:blank"}

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from engine.models import seeded
+from torch import nn
 
 from rayzero import ZeroConfig
 from rayzero.slabs.sweep import SHARED_MEMORY
@@ -57,11 +60,17 @@ def test_a_death_around_what_a_host_has_copies_of_changes_no_bit(
         Disturbed(tmp_path, *faults, hosts=hosts, stall_timeout=20.0).changes_no_bit(expected, caplog)
 
 
+def slowly(params: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+    """Steps that change few bits of bf16."""
+    return torch.optim.AdamW(params, lr=1e-4 * lr)
+
+
 CASES: dict[str, dict[str, Any]] = {
     "fp32": {"config": ZeroConfig(units=UNITS)},
     "bf16, units fetched for every use": {
         "config": ZeroConfig(units=UNITS, precision="bf16", gpu_param_memory_budget="96KiB")
     },
+    "bf16, changes": {"config": ZeroConfig(units=UNITS, precision="bf16"), "make": slowly},
     "a frozen base, lossless": {
         "config": ZeroConfig(units=UNITS, precision="bf16", cpu_compression="lossless"),
         "frozen": ("embed", "layers.0"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from clock import Clock
-from store.toy import WAIT, make_spec, random_grads
+from store.toy import HYPER, WAIT, make_spec, random_grads
 from torch import Tensor
 
 from owner.owner import Owner, owner_of
@@ -278,3 +279,52 @@ def test_bytes_and_shares_are_measured() -> None:
         log = owner.service.changes
         assert recorder.total(CHANGE_BYTES) == recorder.gauge(MEMORY_BYTES, kind="changes") == log.kept_bytes > 0
         assert 0.1 < recorder.gauge(CHANGED_RATIO) <= 1.0
+
+
+def test_for_copies_the_newest_update_is_noted_while_one_asks() -> None:
+    spec = make_spec(1, dtypes=[BF16] * 3, hyper=[{**HYPER, "lr": 1e-5}])
+    with owner_of(spec) as owner:
+        log, shards = owner.service.changes, range(len(spec.layout.shards))
+        step(owner, 0)
+        assert [log.newest(shard, 0, 1) for shard in shards] == [None] * 11, "the first question"
+        step(owner, 1)
+        copies = wholes(owner, 2)
+        for at in range(2, 15):
+            values = step(owner, at)
+            if at < 5:
+                for shard, copy in enumerate(copies):
+                    assert log.newest(shard, at - 1, at + 1) is None, "of another content"
+                    change = log.newest(shard, at, at + 1)
+                    assert change is not None
+                    copy.apply(change)
+                assert same(copies, values)
+        assert not log._newest, "nobody has asked for eight versions"
+        assert log.kept_bytes == 0
+
+
+def test_a_users_write_ends_what_a_copy_can_go_on_from() -> None:
+    spec = make_spec(1, dtypes=[BF16] * 3, hyper=[{**HYPER, "lr": 1e-5}])
+    with owner_of(spec) as owner:
+        log, first = owner.service.changes, owner.spec.layout.shards_by_unit[1][0].index
+        for at in range(3):
+            step(owner, at)
+            log.newest(first, at, at + 1)
+        assert log.newest(first, 2, 3) is not None
+        for shard in spec.layout.shards_by_unit[1]:
+            owner.service.stage(shard.index, 3, MASTER, torch.full((shard.numel,), 0.5))
+        owner.service.write(1, Write(version=3, unit=1, kind=MASTER, digest=MASTER)).result(WAIT)
+        assert log.newest(first, 2, 3) is None
+
+
+def test_of_updates_that_change_much_fewer_and_fewer_are_noted_for_copies() -> None:
+    spec = make_spec(1, dtypes=[BF16] * 3, hyper=[{**HYPER, "lr": 1.0}])
+    with owner_of(spec) as owner:
+        log, noted = owner.service.changes, list[int]()
+        for at in range(205):
+            step(owner, at)
+            if log._newest:
+                noted.append(at)
+            for shard in range(11):
+                log.newest(shard, at, at + 1)
+        gaps = [after - before for before, after in itertools.pairwise(noted)]
+        assert gaps == [1, 5, 9, 17, 33, 65, 65]

@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from rayzero.codecs.changes import Change, encode, to_record
+from rayzero.codecs.record import LENGTH
 from rayzero.concurrency.futures import Gather
 from rayzero.errors import StateLostError, StoreError
 from rayzero.layout.model_layout import Shard, UnitLayout
@@ -33,12 +35,13 @@ from tests.support import needs
 
 from . import test_host_sums
 from .deaths import Owners, differing, disturbed, train, undisturbed
-from .stores import TOKEN
+from .stores import TOKEN, inprocess
 from .test_succession import RANKS
-from .toy import WAIT, Rank, equal, make_spec, random_grads, start, take_step
+from .toy import HYPER, WAIT, Rank, equal, make_spec, random_grads, start, take_step
 
 pytestmark = needs.signals_between_processes
 
+BF16 = (torch.bfloat16,) * 3
 OWNERS = 3  # 0 is on the ranks' host
 
 
@@ -148,6 +151,80 @@ def test_what_was_written_is_here_when_the_write_is_done(stack: ExitStack, kind:
     assert place.crossed - before == away_bytes(ranks[0].spec), "once, though each rank asks for it"
 
 
+# ---- changes ----------------------------------------------------------------------------------------------------
+
+
+def step_at(ranks: list[Rank], rate: float) -> dict[str, Tensor]:
+    """A step at a learning rate; what every rank has after it."""
+    spec, number = ranks[0].spec, ranks[0].step
+    for rank in ranks:
+        rank.push(random_grads(spec, 10 * number + rank.rank))
+    for norm in [rank.finish(hyper=[{**options, "lr": rate} for options in spec.hyper]) for rank in ranks]:
+        norm.result(WAIT)
+    found = [rank.fetch() for rank in ranks]
+    assert all(equal(each, found[0]) for each in found)
+    return found[0]
+
+
+@pytest.fixture
+def packed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The words that each shard's update has changed, of those that owners have packed."""
+    found: list[int] = []
+
+    def spied(values: Tensor, bitmap: Tensor | None) -> Any:
+        made = encode(values, bitmap)
+        found.append(made[2])
+        return made
+
+    monkeypatch.setattr("rayzero.owner.changes.encode", spied)
+    return found
+
+
+@pytest.mark.promise("exact", "hosts")
+def test_what_versions_change_comes_where_it_is_smaller_and_no_bit_differs(stack: ExitStack, packed: list[int]) -> None:
+    """A rate that changes little, one that changes nearly all, and the first again. An owner notes one update of ever
+    more while that does not pay, and each as soon as it does."""
+    spec, place = make_spec(2, dtypes=BF16, shard_numel=4096), Place(stack)
+    ranks, alone = place.start(spec), start(stack.enter_context(inprocess(2, OWNERS)), spec)
+    whole, sizes, counts = away_bytes(spec), list[int](), list[int]()
+    for rate in [1e-6] * 6 + [1.0] * 12 + [1e-6] * 40:
+        before, already = place.crossed, len(packed)
+        assert equal(step_at(ranks, rate), step_at(alone, rate))
+        sizes.append(place.crossed - before)
+        counts.append(len(packed) - already)
+    away = sum(len(SharedPlan.of(spec, OWNERS).shards_of(owner)) for owner in range(1, OWNERS))
+    most = whole + LENGTH * away
+    assert sizes[0] == most, "the first question"
+    assert all(size < 0.2 * whole for size in sizes[3:6])
+    assert sizes[7:18] == [most] * 11
+    assert sum(counts[7:18]) < 4 * away, "of 11 updates, few are noted"
+    assert sizes[18] > 0.2 * whole
+    assert all(size < 0.2 * whole for size in sizes[-20:])
+
+
+@pytest.mark.parametrize("what", ["damaged", "misplaced", "of another version"])
+def test_a_change_that_does_not_fit_is_followed_by_the_shard(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    spec, place, spoilt = make_spec(1, dtypes=BF16), Place(stack), list[int]()
+
+    def spoil(change: Change | None) -> bytes:
+        made = bytearray(to_record(change))
+        if change is not None and change.payload and len(spoilt) < 3:
+            spoilt.append(change.after)
+            if what == "of another version":
+                made[8:16] = bytes(8)
+            else:
+                made[-1 if what == "damaged" else 16] ^= 1
+        return bytes(made)
+
+    monkeypatch.setattr("rayzero.store.owner.handlers.to_record", spoil)
+    ranks, alone = place.start(spec), start(stack.enter_context(inprocess(1, OWNERS)), spec)
+    for _ in range(8):
+        assert equal(step_at(ranks, 1e-5), step_at(alone, 1e-5))
+    assert len(spoilt) == 3
+
+
 # ---- deaths -----------------------------------------------------------------------------------------------------
 
 
@@ -162,15 +239,16 @@ def hosts(stack: ExitStack) -> tuple[Path, Path]:
 @pytest.mark.promise("recoverable", "hosts")
 @pytest.mark.parametrize("owner", [0, 1])
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("comes", [{}, {"dtypes": BF16, "hyper": [{**HYPER, "lr": 1e-6}]}], ids=["whole", "as changes"])
 def test_nothing_is_lost_with_the_owner_that_keeps_it_or_one_that_publishes(
-    hosts: tuple[Path, Path], owner: int, seed: int
+    hosts: tuple[Path, Path], owner: int, seed: int, comes: dict[str, Any]
 ) -> None:
     here, other_host = hosts
-    spec, draws = make_spec(RANKS), random.Random(seed)
-    kills = [(step, draws.uniform(0.0, 0.02), owner) for step in (2, 5)]
+    spec, draws = make_spec(RANKS, **comes), random.Random(seed)
+    kills = [(step, draws.uniform(0.0, 0.02), owner) for step in (4, 8)]
     terms: dict[str, Any] = {"shares": (True,) * RANKS, "other_host": other_host}
-    found = disturbed(here, spec, 8, train, kills, num_owners=OWNERS, **terms)
-    assert not differing(spec, found, undisturbed(spec, 8, train))
+    found = disturbed(here, spec, 11, train, kills, num_owners=OWNERS, **terms)
+    assert not differing(spec, found, undisturbed(spec, 11, train))
     assert [list(directory.iterdir()) for directory in hosts] == [[], []]
 
 
@@ -315,7 +393,7 @@ def test_memory_that_another_process_still_writes_is_not_taken(stack: ExitStack)
 
 # ---- in every order -----------------------------------------------------------------------------------------------
 
-SPEC = make_spec(1)
+SPEC = make_spec(1, dtypes=BF16)
 SHARDS = SPEC.layout.shards[:2]
 
 
@@ -343,11 +421,15 @@ class Owner:
         self.values = {shard.index: 0 for shard in SHARDS}
         self.published = {shard.index: Published(shard.index, 0, 0) for shard in SHARDS}
         self.changes = 0
-        self.asked: list[tuple[list[Shard], int, Gather, dict[int, int]]] = []
+        self.before = dict.fromkeys(self.values, -1)  # the content before the newest one
+        self.made = {(shard.index, 0): 0 for shard in SHARDS}  # the values of each content, the newest ones
+        self.asked: list[tuple[list[Shard], int, Gather, dict[int, int], int | None]] = []
 
-    def fetch_kept(self, gather: Gather, unit: UnitLayout, shards: Sequence[Shard], version: int, place: Any) -> None:
+    def fetch_kept(
+        self, gather: Gather, unit: UnitLayout, shards: Sequence[Shard], version: int, place: Any, since: int | None
+    ) -> None:
         found = {shard.index: self.values[shard.index] for shard in shards}  # read at the earliest: the worst case
-        self.asked.append((list(shards), version, gather, found))
+        self.asked.append((list(shards), version, gather, found, since))
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -363,7 +445,7 @@ def test_what_a_line_shows_is_what_its_bytes_are_in_every_order(seed: int) -> No
 
     mirror, notices = begin(), [list(owner.published.values())]
     brought: Future[None] | None = None
-    written = 0
+    written = changed = 0
 
     def whole() -> bool:
         return all(lines.former.get(s.index) == owner.published[s.index] for s in SHARDS) and brought is None
@@ -382,6 +464,7 @@ def test_what_a_line_shows_is_what_its_bytes_are_in_every_order(seed: int) -> No
                 written += 1
                 owner.changes += 1
                 owner.values = dict.fromkeys(owner.values, owner.changes)
+                owner.made |= {(s.index, owner.published[s.index].content): owner.changes for s in SHARDS}
                 brought = mirror.bring(SHARDS[0].unit)
                 continue
             for shard in SHARDS:
@@ -389,21 +472,27 @@ def test_what_a_line_shows_is_what_its_bytes_are_in_every_order(seed: int) -> No
                 if what == "step":
                     owner.changes += 1
                     owner.values[shard.index] = owner.changes
-                    content = version + 1
+                    owner.before[shard.index], content = content, version + 1
+                    owner.made[shard.index, content] = owner.changes
                 owner.published[shard.index] = Published(shard.index, version + 1, content)
                 notices.append([owner.published[shard.index]])
         elif move == "notice" and notices:
             mirror.hear(notices.pop(0))
         elif move == "bytes" and owner.asked:
-            shards, version, gather, found = owner.asked.pop(draws.randrange(len(owner.asked)))
+            shards, version, gather, found, since = owner.asked.pop(draws.randrange(len(owner.asked)))
             if any(owner.published[shard.index].version > version for shard in shards):
                 gather.end(StoreError(f"v{version} is gone"))
                 continue
+            for shard in shards:
+                if since is not None and since == owner.before[shard.index]:  # else the owner sends it whole
+                    changed += 1
+                    assert lines.bytes[shard.index] in (owner.made[shard.index, since], found[shard.index])
             lines.bytes.update(found)
             gather.end(None)
             assert rung.pop()
         elif move == "fail" and owner.asked and draws.random() < 0.3:
-            *_, gather, _ = owner.asked.pop()
+            _, _, gather, found, _ = owner.asked.pop()
+            lines.bytes.update(draws.sample(sorted(found.items()), 1))  # some had come
             gather.end(StoreError("a fetch failed"))
             notices.append(list(owner.published.values()))  # over the next link
         elif move == "die" and draws.random() < 0.1:
@@ -417,11 +506,12 @@ def test_what_a_line_shows_is_what_its_bytes_are_in_every_order(seed: int) -> No
             brought = None
     assert owner.changes > 3
     assert written
+    assert changed
     while notices or owner.asked:  # nothing is waited for in vain
         if notices:
             mirror.hear(notices.pop(0))
         else:
-            shards, version, gather, _ = owner.asked.pop(0)
+            shards, version, gather, *_ = owner.asked.pop(0)
             gone = any(owner.published[shard.index].version > version for shard in shards)
             lines.bytes.update({} if gone else {shard.index: owner.values[shard.index] for shard in shards})
             gather.end(StoreError("gone") if gone else None)

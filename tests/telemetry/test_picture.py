@@ -12,7 +12,7 @@ from rich.console import Console
 from rayzero.cli.top_view import render
 from rayzero.engine.step_clock import _WAITS
 from rayzero.telemetry.metric import Role
-from rayzero.telemetry.picture import CAUSES, PHASES, RESULTS, Bar, Picture, _pair, draw_from, keep
+from rayzero.telemetry.picture import CAUSES, PHASES, RESULTS, Bar, FollowersRow, Picture, _pair, draw_from, keep
 from rayzero.telemetry.scrape import Scrape, Scraped, Target, parse_series
 
 NODE = "10.0.0.1"
@@ -179,6 +179,33 @@ def test_an_owner_beside_a_rank_is_among_the_owners() -> None:
     idle = process(OWNER, 1, {"rayzero_shards": 2})
     (only,) = draw_from("demo", None, Scrape(at=1.0, processes=(idle,))).owners
     assert (only.who, only.update_seconds, only.shards) == ("optimizer 1", None, 2)
+
+
+def test_followers_are_a_row_if_there_are_some() -> None:
+    def followed(count: int, lag: int, changes: int, whole: int) -> dict[str, float]:
+        return {
+            "rayzero_followers": count,
+            "rayzero_follower_lag_versions": lag,
+            'rayzero_follow_bytes_total{form="changes"}': changes,
+            'rayzero_follow_bytes_total{form="whole"}': whole,
+        }
+
+    def scraped(at: float, step: int, first: dict[str, float], second: dict[str, float]) -> Scrape:
+        owners = (process(OWNER, 0, owner(step) | first), process(OWNER, 1, owner(step + 1) | second))
+        return Scrape(at=at, processes=(*owners, process(RANK, 0, rank(step, 1.0, 1))))
+
+    before = scraped(1000.0, 10, followed(1, 0, 1 << 20, 5 << 20), {})
+    now = scraped(1002.0, 14, followed(2, 0, 3 << 20, 5 << 20), followed(1, 3, 1 << 20, 1 << 20))
+    picture = draw_from("demo", before, now)
+    assert picture.followers == FollowersRow(
+        count=2, version=11, newest=14, change_bytes=3 << 20, whole_bytes=1 << 20
+    ), "each follower takes shards of every owner, and one of them has just met the second"
+    lines = seen(picture).splitlines()
+    (head,) = (at for at, line in enumerate(lines) if line.startswith("followers  "))
+    assert lines[head + 1].split() == ["2", "11", "14", "3", "3", "MiB", "1", "MiB"]
+    gone = draw_from("demo", now, scraped(1004.0, 16, followed(0, 0, 3 << 20, 5 << 20), {}))
+    assert (gone.followers, "followers" in seen(gone)) == (None, False)
+    assert "followers" not in seen(draw_from("demo", BEFORE, NOW))
 
 
 def test_who_joined_late_stands_beside_others_of_its_kind() -> None:

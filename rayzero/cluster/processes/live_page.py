@@ -86,6 +86,7 @@ def described(
         else [asdict(bar) for bar in picture.bars if bar.what.endswith(("memory", "gpu"))],
         "ranks": [] if picture is None else [_hosted(asdict(rank), known) for rank in picture.ranks],
         "owners": [] if picture is None else [_hosted(asdict(owner), known) for owner in picture.owners],
+        "followers": None if picture is None or picture.followers is None else asdict(picture.followers),
         "trouble": [] if picture is None else _trouble(picture),
     }
 

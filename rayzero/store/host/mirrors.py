@@ -6,7 +6,8 @@ same line, same bell.
 
 [Note: one buffer] A copy is overwritten in place. An owner publishes a new content only once every rank has finished
 the step of the one before, and a rank finishes after its last read. (Of a version that no rank of this host waits for,
-bytes may come while the next one is made: no rank reads them.) Only a write by the user changes bytes within a
+bytes may come while the next one is made: no rank reads them.) What a version has changed is applied in place, and is
+right in a copy of which some is of that version: after a death, say. Only a write by the user changes bytes within a
 version: then each rank, once the write is made, asks for the unit again (``bring``), and reads it after the answer.
 """
 
@@ -82,7 +83,7 @@ class Mirror:
 
     def _advance(self, indices: Iterable[int]) -> None:
         """Fetch what has another content here, and show the others' versions."""
-        fetched: dict[tuple[int, int], list[Published]] = defaultdict(list)
+        fetched: dict[tuple[int, int, int | None], list[Published]] = defaultdict(list)
         shown = False
         with self._lock:
             for index in sorted(indices):
@@ -94,13 +95,17 @@ class Mirror:
                         self._stale.remove(index)
                         self._here.pop(index, None)
                         self._memory.forget(self._shards[index])
+                        here = None
                     self._coming.add(index)
-                    fetched[self._shards[index].unit, heard.version].append(heard)
+                    unit = self._units[self._shards[index].unit]
+                    changes = here is not None and unit.trainable and unit.dtype.itemsize == 2
+                    since = here.content if here is not None and changes else None
+                    fetched[unit.index, heard.version, since].append(heard)
                 elif here.version < heard.version:
                     shown = True
                     self._show_one(heard)
-        for (unit, version), wanted in fetched.items():
-            self._fetch(self._units[unit], version, wanted)
+        for (number, version, since), wanted in fetched.items():
+            self._fetch(self._units[number], version, since, wanted)
         if shown:
             self._show()
 
@@ -108,10 +113,10 @@ class Mirror:
         self._here[published.shard] = published
         self._memory.show(published)
 
-    def _fetch(self, unit: UnitLayout, version: int, wanted: Sequence[Published]) -> None:
+    def _fetch(self, unit: UnitLayout, version: int, since: int | None, wanted: Sequence[Published]) -> None:
         gather, shards = Gather(1), [self._shards[each.shard] for each in wanted]
         gather.future.add_done_callback(partial(self._came, wanted))
-        self._fetches.fetch_kept(gather, unit, shards, version, self._memory.tensor)
+        self._fetches.fetch_kept(gather, unit, shards, version, self._memory.tensor, since)
 
     def _came(self, wanted: Sequence[Published], done: Future[None]) -> None:
         """Bytes are here, or do not come: a version that is gone has a next one, heard by now or soon."""

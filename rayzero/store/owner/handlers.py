@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rayzero.codecs.changes import to_record
 from rayzero.concurrency.futures import settle
 from rayzero.concurrency.processes import this_process
 from rayzero.errors import HandshakeError, RayZeroError, StoreError, TransferError
@@ -361,8 +362,22 @@ class OwnerCalls:
     async def fetch(self, request: pb.FetchRequest, context: Context) -> pb.FetchResponse:
         """Send published shards to an owner that keeps a copy."""
         async with connection_of(self._tensors, self._client(request.owner), context) as stream:
-            await _send_shards(self._service, request, stream)
+            if request.HasField("since"):
+                await self._send_changes(request, stream)
+            else:
+                await _send_shards(self._service, request, stream)
         return pb.FetchResponse()
+
+    async def _send_changes(self, request: pb.FetchRequest, stream: OwnerStream) -> None:
+        """Send of each shard what the requested version has changed in it, where that is known and smaller."""
+        going: list[tuple[int, memoryview]] = []
+        for index in request.shards:
+            whole = await result_of(self._service.read(index, request.version, request.kind))
+            change = await self._model.compute(self._service.changes.newest, index, request.since, request.version)
+            going.append((index, memoryview(to_record(change))))
+            if change is None:
+                going.append((index, byte_view(whole).data))
+        await stream.send(going)
 
     async def push(self, requests: Requests, context: Context) -> pb.PushResponse:
         """Receive sums of the gradients of a host's ranks."""

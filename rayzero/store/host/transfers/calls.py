@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rayzero.codecs import Codec
+from rayzero.codecs.changes import apply_record, room_for_record
 from rayzero.codecs.record import kept_bytes, read_record
 from rayzero.concurrency.futures import Gather
 from rayzero.errors import TransferError
@@ -45,6 +46,7 @@ class Download:
     place: Callable[[Shard], Tensor]  # where a shard goes: its values, or, of records that stay encoded, its record
     kept: UnitLayout | None  # the unit, if records of it come: it is kept encoded
     decode: bool = True  # records that come
+    since: int | None = None  # the version that is in its place: what has changed since is enough
     filled: int = 0  # shards
     received: int = 0  # bytes
     ended: bool = False
@@ -64,14 +66,16 @@ class Download:
     @property
     def kind(self) -> Hashable:
         """See ``Part``."""
-        return self.version, self.what
+        return self.version, self.what, self.since
 
     def fill(self, take: Callable[[Assembly], None]) -> None:
         """Have all shards filled, or decode them, from the first one on. ``take``: adds the next bytes to a shard's."""
         self.filled = self.received = 0
         for shard in self.shards:
             memory = self.place(shard)
-            if self.kept is None or not self.decode:
+            if self.since is not None and self._change(take, shard, memory, self.since):
+                pass
+            elif self.kept is None or not self.decode:
                 self._receive(take, shard, memory)
             else:
                 record = torch.empty(kept_bytes(self.kept, shard), dtype=torch.uint8, device="cpu")
@@ -79,8 +83,16 @@ class Download:
                 read_record(record, self.kept, shard, memory)
             self.filled += 1
 
-    def _receive(self, take: Callable[[Assembly], None], shard: Shard, memory: Tensor) -> None:
-        assembly = Assembly(shard.index, memory.nbytes, byte_view(memory), is_record=self.kept is not None)
+    def _change(self, take: Callable[[Assembly], None], shard: Shard, memory: Tensor, since: int) -> bool:
+        """Have what a shard has changed filled into its memory. False: the shard follows whole."""
+        record = room_for_record(memory)
+        self._receive(take, shard, record, is_record=True)
+        return apply_record(record, since, self.version, memory)
+
+    def _receive(
+        self, take: Callable[[Assembly], None], shard: Shard, memory: Tensor, *, is_record: bool = False
+    ) -> None:
+        assembly = Assembly(shard.index, memory.nbytes, byte_view(memory), is_record=is_record or self.kept is not None)
         while not assembly.complete:
             take(assembly)
         self.received += assembly.filled

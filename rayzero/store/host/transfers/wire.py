@@ -271,9 +271,11 @@ class WireTransfers:
         shards: list[Shard],
         version: int,
         place: Callable[[Shard], Tensor],
+        since: int | None = None,
     ) -> None:
         """Fetch published parameters as the owner keeps them. ``place``: where a shard goes: 1D, its values in the
-        unit's dtype, or its record (codecs/record.py)."""
+        unit's dtype, or its record (codecs/record.py). ``since``: the version that all of them have there, so that what
+        has changed may come in their place; None: they come whole."""
         part = Download(
             gather=gather,
             awaited=f"{unit.name} v{version}",
@@ -284,6 +286,7 @@ class WireTransfers:
             place=place,
             kept=unit if unit.is_coded else None,
             decode=False,
+            since=since,
         )
         self._when(DONE, part, lambda: self._fetches.add(part))
 
@@ -398,6 +401,7 @@ class WireTransfers:
             shards=[index for part in parts for index in _indices(part.shards)],
             version=parts[0].version,
             kind=parts[0].what,
+            since=parts[0].since,
         )
 
     def _download(self, parts: list[Download]) -> None:
@@ -417,16 +421,22 @@ class WireTransfers:
             move = Move(channel=channel, deadline_s=deadline_s, moving=moving, moved=progress.moved)
             sizes = [size for part in left for size in part.sizes]
             records = {index for part in left if part.kept is not None for index in _indices(part.shards)}
-            with download(move, self._request(left), sizes, records) as take:
+            try:
+                with download(move, self._request(left), sizes, records) as take:
+                    for part in left:
+                        part.fill(take)
+                        self._count_fetched(part, channel.transport)
+                        part.end(None)
+            except TransferError:
                 for part in left:
-                    part.fill(take)
-                    numel = sum(shard.numel for shard in part.shards)
-                    codec = RAW if part.kept is None else codec_of(part.kept)
-                    size = part.received
-                    count_bytes(self._recorder, "fetch", channel.transport, numel, part.dtype, codec=codec, size=size)
-                    part.end(None)
+                    part.since = None  # what is in its place is something else, perhaps
+                raise
 
         self._repeat("fetch", self._name(parts[0].awaited), describe, stream)
+
+    def _count_fetched(self, part: Download, transport: str) -> None:
+        numel, codec = sum(shard.numel for shard in part.shards), RAW if part.kept is None else codec_of(part.kept)
+        count_bytes(self._recorder, "fetch", transport, numel, part.dtype, codec=codec, size=part.received)
 
     def _repeat(
         self,

@@ -482,18 +482,20 @@ class LoadResponse(_message.Message):
     def __init__(self, announced: _Optional[int] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
-    __slots__ = ("rank", "owner", "shards", "version", "kind")
+    __slots__ = ("rank", "owner", "shards", "version", "kind", "since")
     RANK_FIELD_NUMBER: _ClassVar[int]
     OWNER_FIELD_NUMBER: _ClassVar[int]
     SHARDS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
     rank: int
     owner: int
     shards: _containers.RepeatedScalarFieldContainer[int]
     version: int
     kind: str
-    def __init__(self, rank: _Optional[int] = ..., owner: _Optional[int] = ..., shards: _Optional[_Iterable[int]] = ..., version: _Optional[int] = ..., kind: _Optional[str] = ...) -> None: ...
+    since: int
+    def __init__(self, rank: _Optional[int] = ..., owner: _Optional[int] = ..., shards: _Optional[_Iterable[int]] = ..., version: _Optional[int] = ..., kind: _Optional[str] = ..., since: _Optional[int] = ...) -> None: ...
 
 class FetchResponse(_message.Message):
     __slots__ = ()
