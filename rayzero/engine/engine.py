@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
+from threading import current_thread
 
 import torch
 from torch import Tensor, nn
@@ -94,6 +95,7 @@ class Engine:
         self._backwards = 0  # graph tasks that pushed since the last step
         self._closed = False
         self._in_forward = False
+        self._trains_in = current_thread()  # the last thread that began a forward or a step
         self.loading = StateDictLoad()
         self.resident = stays_up(layout, config)  # decided once: a recomputation must save what its forward saved
         self._heap = HeapPeak(step.step if self.device.type == "cpu" and not number else None)
@@ -150,9 +152,10 @@ class Engine:
     # ---- the four calls
 
     @outside_modes
-    def open_units(self, units: Sequence[ParamUnit]) -> bool:
-        """A module's forward starts: bring its units up and make their Parameters plain. Returns whether saved-tensor
-        hooks were pushed, which does not depend on the grad mode: the forward may change it. All or nothing."""
+    def open_units(self, units: Sequence[ParamUnit], *, forward: bool = True) -> bool:
+        """A module's forward starts (or ``touched``): bring its units up and make their Parameters plain. Returns
+        whether saved-tensor hooks were pushed, which does not depend on the grad mode: the forward may change it. All
+        or nothing."""
         opened: list[ParamUnit] = []
         phase = Phase.BACKWARD if self.collector.in_backward() else Phase.FORWARD
         try:
@@ -169,7 +172,7 @@ class Engine:
             unit.set_guard(False)
         if self.unfrozen.slots:
             self.unfrozen.watch(units)
-        self.passes.opened()
+        self.passes.opened(forward=forward)
         return pushed_hooks
 
     def _push_hooks(self) -> bool:
@@ -212,7 +215,7 @@ class Engine:
 
     @contextmanager
     def touched(self, units: Sequence[ParamUnit]) -> Iterator[None]:
-        pushed_hooks = self.open_units(units)
+        pushed_hooks = self.open_units(units, forward=False)
         try:
             yield
         finally:
@@ -256,6 +259,7 @@ class Engine:
         self._in_forward = True
         self.clock.enter("forward")
         if graph_task_id() < 0:  # in a backward the whole model is recomputed, and that task goes on
+            self._trains_in = current_thread()
             self.collector.drain()
         self.step_state.raise_if_failed()
         self.registered.check()
@@ -385,6 +389,7 @@ class Engine:
     @outside_modes
     def step(self, hyper: tuple[Hyper, ...]) -> None:
         """Commit the step. Afterwards units are read at the next version."""
+        self._trains_in = current_thread()
         self.clock.enter("optimizer")
         for group, options in enumerate(hyper):
             if isinstance(lr := options.get("lr"), int | float):
@@ -531,15 +536,20 @@ class Engine:
     @outside_modes
     def release(self) -> None:
         """See ``rayzero.release``."""
+        if current_thread() is not self._trains_in:
+            raise UnsupportedError(
+                f"rayzero.release() was called from thread {current_thread().name!r}, which is not the one that trains "
+                f"({self._trains_in.name!r}) and may begin a forward meanwhile: call it there, between two steps"
+            )
         within = self._in_forward or graph_task_id() >= 0
         if within or self.passes.may_have_graph or self.step_state.pushed or self.step_state.edited:
             why = "it was called in a forward or backward" if within else "the open step has a graph or gradients"
             raise UnsupportedError(
                 f"rayzero.release() gives back what no step needs, but {why}: call it between optimizer.step() and the "
-                "next forward or use of a parameter (under torch.no_grad() both are allowed)"
+                "next forward (one under torch.no_grad() is allowed)"
             )
         self.cache.wait_published()  # until then owners read gradients
-        self.cache.fence()
+        self.cache.fence(saved=False)
         self.memory.free(self.cache, self.activations)
         self.store.release()
 

@@ -57,10 +57,10 @@ def release(model: nn.Module) -> None:
     For the time in which something else has the device or the host: an engine that generates, an evaluation. It frees
     gathered parameters, prefetches, staging buffers, buffers of offloaded activations, the memory in which owners of
     this host read gradients (not where it is page-locked for a CUDA device), and what malloc and torch's allocator
-    keep. Parameters that views hold stay; no value changes. Waits for the last step's update, and so for the other
-    ranks' ``step()``.
+    keep. Parameters that views or graphs hold stay; no value changes. Waits for the last step's update, and so for the
+    other ranks' ``step()``.
 
-    Raises UnsupportedError inside a forward or backward, and while the open step may have a graph or gradients: also
-    after parameters were used outside a forward, but under torch.no_grad(). If gradients find no room afterwards, the
-    backward raises MemoryPlanError. Call it from the thread that trains."""
+    Raises UnsupportedError inside a forward or backward, while the open step may have a graph of a forward or
+    gradients, and in another thread than the one that trains. If gradients find no room afterwards, the backward raises
+    MemoryPlanError."""
     engine_of(model).release()

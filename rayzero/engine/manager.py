@@ -265,16 +265,14 @@ class OffloadManager:
 
         The actions are ``garbage``, ``units``, ``buffers``, ``malloc`` and, on CUDA, ``device``; ``EngineMemory.free``
         says what each counts. Weights, moments and gradients stay as they are; the next pass fetches again. A model
-        that stays up as a whole keeps its units between a forward and its step, because autograd has saved them."""
+        that stays up as a whole keeps the units whose parameters autograd has saved."""
         return self._call(self._free)
 
     async def force_memory_optimization_async(self) -> dict[str, Freed]:
         return await self._call_async(self._free)
 
     def _free(self) -> dict[str, Freed]:
-        engine = self._engine
-        saved = engine.resident and engine.passes.may_have_graph
-        return engine.memory.free(None if saved else engine.cache, engine.activations)
+        return self._engine.memory.free(self._engine.cache, self._engine.activations)
 
     def adapt_performance(self) -> Adaptation:
         """Measure memory pressure and set the prefetch depth by it.

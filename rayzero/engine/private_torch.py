@@ -60,6 +60,9 @@ def has_memory(tensor: Tensor) -> bool:
 use_count: Callable[[int], int] = _C._storage_Use_Count
 """How many C++ owners the storage with this key has: :data:`AT_REST` when only its parameter holds it."""
 
+tensor_use_count: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]
+"""How many C++ owners a tensor has: its Python object, views of it, graphs that have saved it, its AccumulateGrad."""
+
 
 def swap_bytes(mine: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
     """Exchange what two storages point to: pointer, length, owner and device. No byte is copied (0.2 us)."""
@@ -302,6 +305,11 @@ def _swap_works() -> bool:
     swap_bytes(storage, owning_slice(flat, 4, 4))
     view = param.detach()
     seen = use_count(storage_key(storage)) == AT_REST + 1
+    with torch.enable_grad():
+        graph = param * param
+    uses = tensor_use_count(param)
+    del graph
+    seen &= uses == 4 and tensor_use_count(param) == 1  # saved twice, and its AccumulateGrad
     return at_rest and seen and view.tolist() == [4.0, 5.0, 6.0, 7.0] and param._version == 0
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -145,6 +146,49 @@ def test_views_keep_their_units(alone: RankContext) -> None:
         view = model.embed.weight[:1]
     rayzero.release(model)
     assert view.isfinite().all()
+
+
+@pytest.mark.parametrize("stays_up", [False, True])
+def test_a_mere_use_of_a_parameter_is_no_graph_of_the_step(stays_up: bool, alone: RankContext) -> None:
+    """What a graph has saved of the parameter can still be read, and once the graph is gone the unit is, too."""
+    base = seeded(Net)
+    model, optimizer = prepared(base, ZeroConfig() if stays_up else tight(base))
+    engine = optimizer.engine
+    assert engine.resident is stays_up
+    weight = model.layers[1].up.weight
+    expected = (base.layers[1].up.weight.detach() * 2).clone()
+    weight.norm()  # as for a log
+    rayzero.release(model)
+    assert all(unit.state is UnitState.SHARDED for unit in engine.units)
+    square = (weight * weight).sum()
+    rayzero.release(model)
+    (gradient,) = torch.autograd.grad(square, [weight])
+    assert torch.equal(gradient, expected)
+    del square, gradient
+    rayzero.release(model)
+    assert all(unit.state is UnitState.SHARDED for unit in engine.units)
+
+
+def test_another_thread_than_the_one_that_trains_is_refused_by_name(alone: RankContext) -> None:
+    model, optimizer = prepared(seeded(Net), ZeroConfig())
+
+    def step() -> None:
+        token_loss(model, tokens(0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    refused = "called from thread .*, which is not the one that trains"
+    with ThreadPoolExecutor(1, "other") as other:
+        with pytest.raises(UnsupportedError, match=refused):
+            other.submit(rayzero.release, model).result()
+        step()
+        rayzero.release(model)
+        with pytest.raises(UnsupportedError, match=refused):
+            other.submit(rayzero.release, model).result()
+        other.submit(step).result()  # a loop may move
+        other.submit(rayzero.release, model).result()
+        with pytest.raises(UnsupportedError, match=refused):
+            rayzero.release(model)
 
 
 KILLS = {1: "optimizer 0", 2: "rank 1", 3: "optimizer 1"}  # once a step's gradients have been given back

@@ -310,9 +310,9 @@ def test_a_layers_time_leaves_out_waits_and_the_layers_inside(
     monkeypatch.setattr("rayzero.engine.autograd.hooks.perf_counter", now := Clock())
     waits = StepClock(MemoryRecorder())
     times = PassTimes(4, waits, Spans())
-    times.opened()
+    times.opened(forward=True)
     now.now += 1
-    times.opened()
+    times.opened(forward=True)
     now.now += 5
     waits.waited("fetch", 2.0)
     times.closed([inner], True)

@@ -116,6 +116,7 @@ class GradientCollector:
             nodes = self._nodes.setdefault(unit, {})
             for slot in slots:
                 node = nodes[slot] = _accumulate_node(unit.params[slot])
+                unit.keeps_node(slot)
                 node.register_hook(self._hook(unit, slot, nodes))
 
     def _hook(self, unit: ParamUnit, slot: int, nodes: dict[int, Any]) -> Callable[..., None]:

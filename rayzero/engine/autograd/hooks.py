@@ -172,7 +172,7 @@ class PassTimes:
         self._since = perf_counter()  # backward has been working on the next unit
         self._waited = waits.waiting  # until then
         self._in_backward = False
-        self._graph_in = -1  # the last step in which a module ran with grad
+        self._graph_in = -1  # the last step in which a module's forward ran with grad
         self.forward = [Tally() for _ in range(num_units)]
         self.backward = [Tally() for _ in range(num_units)]
         self.forwards = self.backwards = 0
@@ -183,15 +183,15 @@ class PassTimes:
             tally.restart()
         self.forwards = self.backwards = 0
 
-    def opened(self) -> None:
-        """A module's units are up; it begins to compute."""
-        if torch.is_grad_enabled():
+    def opened(self, *, forward: bool) -> None:
+        """Units are up, and something begins to compute. ``forward``: a module's; else an operation on parameters."""
+        if forward and torch.is_grad_enabled():
             self._graph_in = self._waits.step
         self._opened.append([perf_counter(), self._waits.waiting, 0.0])
 
     @property
     def may_have_graph(self) -> bool:
-        """Whether autograd may have saved something in the open step."""
+        """Whether autograd may have saved something in a module's forward of the open step."""
         return self._graph_in == self._waits.step
 
     def closed(self, units: Sequence[ParamUnit], in_forward: bool) -> None:

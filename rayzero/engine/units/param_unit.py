@@ -42,6 +42,7 @@ from rayzero.engine.private_torch import (
     storage_key,
     swap_all,
     swap_bytes,
+    tensor_use_count,
     use_count,
 )
 from rayzero.engine.units.residency import Fetching, UnitBuffer, Waited
@@ -196,6 +197,7 @@ class ParamUnit:
         self._data: dict[int, Tensor] = {}  # slot whose .data was read -> a tensor with .data's version counter
         self._data_before: dict[int, int] = {}  # slot -> writes through version counters that .data had earlier
         self._at_rest = [AT_REST + 1] * len(params)  # + alias
+        self._nodes = [0] * len(params)  # AccumulateGrad nodes that the engine keeps
         self._filled = [i for i, slot in enumerate(layout.slots) if slot.numel]
         self._outdated = 0  # how often the engine raised the Parameters' version counters itself
         self._written = self.writes()
@@ -262,6 +264,18 @@ class ParamUnit:
     def pinned_slots(self) -> list[int]:
         """Slots whose bytes something besides the Parameter holds. [Note: use count]"""
         return [i for i in self._filled if use_count(self.keys[i]) != self._at_rest[i]]
+
+    def keeps_node(self, slot: int) -> None:
+        """The engine keeps the AccumulateGrad node of a slot, and the node its Parameter."""
+        self._nodes[slot] += 1
+
+    def is_saved(self) -> bool:
+        """Whether a graph holds a Parameter itself, which it does where it gets no handles. [Note: use count]"""
+        with plain():  # a view is a use of both
+            return any(
+                tensor_use_count(self.params[i]) - 1 - self._nodes[i] > use_count(self.keys[i]) - self._at_rest[i]
+                for i in self._filled
+            )
 
     def _swap(self, buffer: UnitBuffer) -> None:
         if len(self._filled) == len(self.storages):

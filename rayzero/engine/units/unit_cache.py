@@ -322,7 +322,8 @@ class UnitCache:
     def release_idle(self) -> None:
         """Reshard every unit that nothing uses, and drop prefetches and kept memory; uses fetch again."""
         for unit in self._units:
-            self._release(unit, ahead=True)
+            if not unit.is_saved():
+                self._release(unit, ahead=True)
 
     def shrink(self, share: float) -> None:
         """Aim at ``share`` of the budget, but at no less than the window that is in use and prefetched, so that uses do
@@ -459,13 +460,14 @@ class UnitCache:
         self._wraps = wraps
         self.prefetch()
 
-    def fence(self) -> None:
-        """End the reads of this version: cancel or await its fetches and reshard every trained unit that is not pinned.
-        Afterwards only views read the owners' memory."""
+    def fence(self, *, saved: bool = True) -> None:
+        """End the reads of this version: cancel or await its fetches and reshard every trained unit that is not pinned;
+        ``saved``: also where a graph has saved a Parameter. Afterwards only views (and graphs) read the owners'
+        memory."""
         for unit in self._units:
             if unit.state is UnitState.UNSHARDING:
                 self._drop(unit)
-            elif unit.index in self._trained and unit.can_reshard():
+            elif unit.index in self._trained and unit.can_reshard() and (saved or not unit.is_saved()):
                 self._reshard(unit, keep=True)
         self._reap(wait=True)
         self._transfers.drain()
