@@ -11,9 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from rayzero.engine.private_torch import outside_graphs
 from rayzero.engine.units.param_unit import ParamUnit
-from rayzero.modes import outside_modes
+from rayzero.modes import outside_graphs, outside_modes
 
 
 class PassEvents(Protocol):
