@@ -1,4 +1,4 @@
-"""RayZero's own work on the thread that computes leaves the modes that the user has turned on.
+"""RayZero's own work on the thread that computes leaves the modes and the graphs of torch.compile that the user has.
 
 [Note: modes] A ``TorchDispatchMode`` or ``TorchFunctionMode`` sees every operation of its thread, and may count it,
 refuse it or give another result: torch's selective checkpointing counts operations and hands the n-th of a kind the
@@ -16,9 +16,11 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 P = ParamSpec("P")
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 _C: Any = torch._C
 _dispatch_modes: Callable[[], int] = _C._len_torch_dispatch_stack
@@ -65,3 +67,34 @@ def _left() -> Iterator[None]:
 
 def _is_torchs(mode: Any) -> bool:
     return getattr(mode, "_mode_key", None) is not None
+
+
+# ---- torch.compile ----------------------------------------------------------------------------------------------
+
+
+def outside_graphs(function: F) -> F:
+    """Decorator: torch.compile breaks the graph at the function, and compiles neither it nor what it calls.
+
+    torch's own decorator imports the compiler at the first call, which takes seconds. This one marks the function as
+    that would, without it: a function that decides at its first call is traced by a compiler that was imported
+    since."""
+    frames = _C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    marked: Any = function
+    marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, "RayZero's hooks run outside of graphs"
+    return function
+
+
+def load_compiler_only_to_compile() -> None:
+    """Make this process import torch.compile's compiler only when it compiles, not when it creates an optimizer or
+    checkpoints activations, which cost every rank 2 s of processor time. Idempotent.
+
+    Functions that torch's decorator has wrapped are kept out of graphs as :func:`outside_graphs` does."""
+    methods = [vars(torch.optim.Optimizer)[name] for name in _OPTIMIZER_METHODS]
+    for wrapped in (*methods, checkpoint):
+        function: Any = wrapped.__wrapped__
+        function.__dynamo_disable = outside_graphs(function)  # where torch's decorator caches its result
+
+
+_OPTIMIZER_METHODS = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.utils import dlpack
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from rayzero.errors import UnsupportedError
 from rayzero.modes import outside_modes
@@ -127,37 +126,6 @@ swap_tensors: Callable[[Tensor, Tensor], None] = _C._swap_tensor_impl
 """Exchange the contents of two tensor objects (device, dtype, storage, gradient); each stays the same Python object,
 with its class, its attributes and its dictionaries of hooks. (``torch.utils.swap_tensors`` exchanges those too, and
 ``param.data = `` takes no other kind of device.)"""
-
-
-# ---- torch.compile ----------------------------------------------------------------------------------------------
-
-
-def outside_graphs(function: _F) -> _F:
-    """Decorator: torch.compile breaks the graph at the function, and compiles neither it nor what it calls.
-
-    torch's own decorator imports the compiler at the first call, which takes seconds. This one marks the function as
-    that would, without it: a function that decides at its first call is traced by a compiler that was imported
-    since."""
-    frames = _C._dynamo.eval_frame
-    skip = frames._FrameAction.SKIP
-    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
-    marked: Any = function
-    marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, "RayZero's hooks run outside of graphs"
-    return function
-
-
-def load_compiler_only_to_compile() -> None:
-    """Make this process import torch.compile's compiler only when it compiles, not when it creates an optimizer or
-    checkpoints activations, which cost every rank 2 s of processor time. Idempotent.
-
-    Functions that torch's decorator has wrapped are kept out of graphs as :func:`outside_graphs` does."""
-    methods = [vars(torch.optim.Optimizer)[name] for name in _OPTIMIZER_METHODS]
-    for wrapped in (*methods, checkpoint):
-        function: Any = wrapped.__wrapped__
-        function.__dynamo_disable = outside_graphs(function)  # where torch's decorator caches its result
-
-
-_OPTIMIZER_METHODS = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
 
 
 # ---- autograd ---------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from rayzero.config import ZeroConfig
 from rayzero.elastic.reform import Step
 from rayzero.engine.context import RankContext
 from rayzero.errors import RankLeftError, RayZeroError
+from rayzero.modes import load_compiler_only_to_compile
 from rayzero.owner.owned_model import OwnerTerms
 from rayzero.protocol.ownership import Ownership
 from rayzero.protocol.store import ParameterStore
@@ -292,6 +293,7 @@ def serve_owner(
 ) -> None:
     """Be one owner: send its address, and an answer to each order, until None or the pipe's end. ``home``: where it
     makes its slabs."""
+    load_compiler_only_to_compile()
     torch.set_num_threads(service.threads)
     models = service.host(owner, life, ownership, home)
     with service.serve(models, replaces_owners=True) as server:

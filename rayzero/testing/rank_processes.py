@@ -26,10 +26,10 @@ from rayzero.elastic.members import Answered, Died, Ended, Event, MemberId, Memb
 from rayzero.elastic.reform import Abandon, Step, resolved, with_doors
 from rayzero.elastic.requests import take
 from rayzero.engine.context import running_in
-from rayzero.engine.private_torch import load_compiler_only_to_compile
 from rayzero.errors import RankLeftError, RunFailedError
 from rayzero.layout.shard_map import Rescale
 from rayzero.memory.process_memory import map_blocks
+from rayzero.modes import load_compiler_only_to_compile
 from rayzero.protocol.ownership import Ownership
 from rayzero.store.remote.owner_table import OwnerTable
 from rayzero.testing.members import (

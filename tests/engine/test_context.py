@@ -147,19 +147,21 @@ def test_the_hooks_of_a_checkpoint_are_known_in_its_forward_and_in_its_recomputa
     assert seen == [(True, False), (False, True)]
 
 
-def test_a_rank_loads_the_compiler_only_to_compile() -> None:
-    """To import it takes seconds, and torch's optimizers do when they are made."""
+def test_ranks_and_owners_load_the_compiler_only_to_compile() -> None:
+    """To import it takes seconds, and torch's optimizers do when they are made, and when they step."""
     code = """
         import sys, torch, rayzero
-        from rayzero.engine.private_torch import load_compiler_only_to_compile
+        from rayzero.modes import load_compiler_only_to_compile
 
         load_compiler_only_to_compile()
-        model = torch.nn.Linear(2, 2)
-        model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters()))
-        for step in range(2):
-            model(torch.ones(1, 2)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        for options in ({}, {"momentum": 0.9}):
+            make = torch.optim.SGD if options else torch.optim.AdamW
+            model = torch.nn.Linear(2, 2)
+            model, optimizer = rayzero.prepare(model, make(model.parameters(), lr=1e-2, **options))
+            for step in range(2):
+                model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
         print("torch._dynamo" in sys.modules)
 
         plain = torch.nn.Linear(2, 2)

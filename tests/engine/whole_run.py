@@ -13,7 +13,7 @@ from typing import Any
 
 from rayzero.cluster.continuation import Continuation
 from rayzero.engine.context import RankContext, running_in
-from rayzero.engine.private_torch import load_compiler_only_to_compile
+from rayzero.modes import load_compiler_only_to_compile
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import serve_models
 from rayzero.store.rank.rank_store import RankStore

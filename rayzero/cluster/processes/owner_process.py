@@ -26,6 +26,7 @@ with uncollected():  # a process of a run does nothing else meanwhile
     from rayzero.kernels.native import measure_bandwidth
     from rayzero.memory.pressure import PressureGauge, PressureLimits
     from rayzero.memory.process_memory import own_bytes
+    from rayzero.modes import load_compiler_only_to_compile
     from rayzero.owner.owned_model import OwnerTerms
     from rayzero.protocol.ownership import Ownership
     from rayzero.security.credentials import Credentials, identity_of
@@ -197,6 +198,7 @@ class OptimizerActor(MemberProcess):
         ``measure_bandwidth``: measure the host's memory bandwidth with the exporter's start."""
         if settings.bind_numa:
             bind(optimizer_name(settings.owner), settings.owner, settings.threads)
+        load_compiler_only_to_compile()
         torch.set_num_threads(settings.threads)
         self._measure_bandwidth = measure_bandwidth
         self._settings, self._owner = settings, ServedOwner(settings, self._recorder)

@@ -35,9 +35,9 @@ with uncollected():  # a process of a run does nothing else meanwhile
     from rayzero.config import CheckpointErrors, ZeroConfig
     from rayzero.engine.context import RankContext, running_in
     from rayzero.engine.loop.tracked import LoopReport, RecentReports
-    from rayzero.engine.private_torch import load_compiler_only_to_compile
     from rayzero.errors import ConfigError, StoreClosedError
     from rayzero.memory.process_memory import map_blocks
+    from rayzero.modes import load_compiler_only_to_compile
     from rayzero.protocol.ownership import Ownership
     from rayzero.protocol.store import ParameterStore
     from rayzero.security.credentials import Credentials, Identity, identity_of

@@ -22,10 +22,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from rayzero.engine.private_torch import graph_task_id, outside_graphs
+from rayzero.engine.private_torch import graph_task_id
 from rayzero.engine.step_clock import StepClock
 from rayzero.engine.units.param_unit import ParamUnit
-from rayzero.modes import outside_modes
+from rayzero.modes import outside_graphs, outside_modes
 from rayzero.telemetry.spans import Spans
 from rayzero.telemetry.stats import Tally
 

@@ -38,7 +38,6 @@ from rayzero.engine.private_torch import (
     AT_REST,
     empty_storage,
     increment_versions,
-    outside_graphs,
     storage_key,
     swap_all,
     swap_bytes,
@@ -48,6 +47,7 @@ from rayzero.engine.private_torch import (
 from rayzero.engine.units.residency import Fetching, UnitBuffer, Waited
 from rayzero.errors import UnsupportedError
 from rayzero.layout.model_layout import UnitLayout
+from rayzero.modes import outside_graphs
 from rayzero.protocol.bits import same_bits
 from rayzero.tensor_metadata import plain
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -110,13 +111,31 @@ def step_alone(optimizer: torch.optim.Optimizer) -> None:
 def _routed(hooked: Any) -> Any:
     """A class's ``step`` as torch has it when the first instance is made, with hooks around it, which leaves these out
     in ``step_alone()``. Torch looks its hooks up in a global, so no instance can have others."""
+    alone = _without_compiler(hooked.__wrapped__)
 
     @functools.wraps(hooked)
     def step(*args: Any, **kwargs: Any) -> Any:
-        return (hooked.__wrapped__ if getattr(_alone, "steps", False) else hooked)(*args, **kwargs)
+        return (alone if getattr(_alone, "steps", False) else hooked)(*args, **kwargs)
 
     step._is_routed = True  # type: ignore[attr-defined]
     return step
+
+
+def _without_compiler(step: Any) -> Any:
+    """A class's ``step`` that imports torch's compiler only in a process that has it. Torch's own wrapper imports it at
+    the first step, which takes a second and 20 MiB, to break a graph that no process has without it. (Classes that call
+    what torch writes in Python for its meta device, such as Adagrad's root, import it all the same.)"""
+    if getattr(getattr(step, "__code__", None), "co_name", "") != "_use_grad":
+        return step
+
+    @functools.wraps(step)
+    def alone(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if "torch._dynamo" in sys.modules:
+            return step(optimizer, *args, **kwargs)
+        with torch.set_grad_enabled(optimizer.defaults["differentiable"]):
+            return step.__wrapped__(optimizer, *args, **kwargs)
+
+    return alone
 
 
 def set_options(optimizer: torch.optim.Optimizer, hyper: Sequence[Hyper]) -> None:
