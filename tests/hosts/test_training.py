@@ -204,9 +204,10 @@ def test_a_process_that_is_killed_on_the_other_host_is_replaced_there(
 
 @pytest.mark.thorough
 def test_a_bad_cable_changes_no_bit(two_hosts: TwoHosts, undisturbed: str, tmp_path: Path) -> None:
-    """One that is cut for less than a ping's patience, that loses packets, is slow, or far. TCP sends again after 0.2 s
-    or, of a busy host, 0.4, then after twice as long each time: nothing passes for up to twice as long as the cable is
-    cut, and a ping has 10 s."""
+    """One that is cut for less than a ping's patience, that loses packets, is slow, or far.
+
+    A ping has 10 s. TCP sends again after 0.2 s, on busy hosts after 0.4 s, then after twice as long each time: so
+    nothing passes for up to twice as long as the cable is cut."""
     cable = two_hosts.a.cable(two_hosts.b)
     training = train(two_hosts.a, tmp_path, two_hosts.address)
     training.until(10)

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rayzero.codecs.changes import Change, encode, to_record
-from rayzero.codecs.record import LENGTH
+from rayzero.codecs.changes import Change, apply_record, encode, to_record
+from rayzero.codecs.record import LENGTH, used_bytes
 from rayzero.concurrency.futures import Gather
 from rayzero.errors import StateLostError, StoreError
 from rayzero.layout.model_layout import Shard, UnitLayout
@@ -202,7 +202,7 @@ def test_what_versions_change_comes_where_it_is_smaller_and_no_bit_differs(stack
     assert all(size < 0.2 * whole for size in sizes[-20:])
 
 
-@pytest.mark.parametrize("what", ["damaged", "misplaced", "of another version"])
+@pytest.mark.parametrize("what", ["damaged", "of another version", "for other bytes"])
 def test_a_change_that_does_not_fit_is_followed_by_the_shard(
     stack: ExitStack, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
@@ -212,13 +212,19 @@ def test_a_change_that_does_not_fit_is_followed_by_the_shard(
         made = bytearray(to_record(change))
         if change is not None and change.payload and len(spoilt) < 3:
             spoilt.append(change.after)
-            if what == "of another version":
-                made[8:16] = bytes(8)
-            else:
-                made[-1 if what == "damaged" else 16] ^= 1
+            made[{"damaged": -1, "of another version": 8}[what]] ^= 1
         return bytes(made)
 
-    monkeypatch.setattr("rayzero.store.owner.handlers.to_record", spoil)
+    def apply_to_others(record: Tensor, before: int, after: int, values: Tensor) -> bool:
+        if used_bytes(record) > LENGTH and len(spoilt) < 3:
+            spoilt.append(after)
+            values.view(torch.int16)[7] ^= 1
+        return apply_record(record, before, after, values)
+
+    if what == "for other bytes":
+        monkeypatch.setattr("rayzero.store.host.transfers.calls.apply_record", apply_to_others)
+    else:
+        monkeypatch.setattr("rayzero.store.owner.handlers.to_record", spoil)
     ranks, alone = place.start(spec), start(stack.enter_context(inprocess(1, OWNERS)), spec)
     for _ in range(8):
         assert equal(step_at(ranks, 1e-5), step_at(alone, 1e-5))
