@@ -6,7 +6,8 @@
 # Seen: so it is for a dense model with a head of its own. With tie_word_embeddings, the tokens are others than B's: on a
 #   CPU, each layer multiplies with a packed copy of its weight, which a reload makes anew where weights come for the
 #   layer; a checkpoint has none for the tied head, so that goes on with A's. A mixture of experts (Mixtral) generates
-#   other tokens even if it reloads the folder that it was started from. Neither is an error.
+#   other tokens even if it reloads the folder that it was started from: UnquantizedFusedMoEMethod packs weights where it
+#   makes its kernel, and once it has one, they come into the packed memory unpacked. Neither is an error.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
