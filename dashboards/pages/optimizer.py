@@ -58,6 +58,22 @@ PAGE = Page(
                     ),
                 ),
                 panel(
+                    "Matrices multiplied",
+                    "Newton-Schulz, by who computes it. With zero.matrix_updates=rank, any at actors: ranks were late.",
+                    "short",
+                    ("sum by (run, role) (rate(rayzero_matrix_products_total{<run>}[<i>]))", "{{run}} {{role}}"),
+                ),
+                panel(
+                    "Seconds a matrix",
+                    "Of one thread, mean.",
+                    "s",
+                    (
+                        "sum by (run, role) (rate(rayzero_matrix_product_seconds_total{<run>}[<i>])) / "
+                        "(sum by (run, role) (rate(rayzero_matrix_products_total{<run>}[<i>])) > 0)",
+                        "{{run}} {{role}}",
+                    ),
+                ),
+                panel(
                     "Imbalance",
                     "Largest over mean of the actors' update seconds. Above 1.2: a slow host, or a bad shard_map.",
                     "none",

@@ -179,7 +179,7 @@ def prepare(
         engine = _engine(model, store, plan, spec, config, context, device, version, number, recorder)
         engine.adopt(_make_units(plan, params, engine, device), _root_units(plan), spec.group_of)
         if config.matrix_updates == "rank":
-            engine.products = RankProducts(store, spec, context.rank, device)
+            engine.products = RankProducts(store, spec, context.rank, device, recorder)
         engine.activations = _offload_activations(model, engine, config, context, recorder)
         _hook(model, plan, engine, config)
         _engines[model] = ref(engine)

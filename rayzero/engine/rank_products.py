@@ -6,6 +6,7 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
+import time
 from collections import deque
 from concurrent.futures import Future
 from queue import SimpleQueue
@@ -23,6 +24,8 @@ from rayzero.kernels.torch_kernel import SideStream
 from rayzero.protocol.messages import Action, Hyper, ModelSpec
 from rayzero.protocol.products import PRODUCT_DTYPE, matrices_of, multiplying_ranks
 from rayzero.protocol.store import ParameterStore
+from rayzero.telemetry.names import MATRIX_PRODUCT_SECONDS, MATRIX_PRODUCTS
+from rayzero.telemetry.recorder import Recorder
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +38,11 @@ class RankProducts:
 
     Knows shards and their matrices; not what an owner does with a product. What fails is left to the owner."""
 
-    def __init__(self, store: ParameterStore, spec: ModelSpec, rank: int, device: torch.device) -> None:
+    def __init__(
+        self, store: ParameterStore, spec: ModelSpec, rank: int, device: torch.device, recorder: Recorder
+    ) -> None:
         """The thread begins at once. Freed by: close()."""
+        self._recorder = recorder
         self._store, self._spec, self._rank = store, spec, rank
         self._shards = [shard for shard, of in multiplying_ranks(spec).items() if of == rank]
         self._cuda = _CudaProducts(device) if device.type == "cuda" else None
@@ -107,11 +113,13 @@ class RankProducts:
                 came = self._store.product(shard, version, memory)
             except RayZeroError as error:
                 return failed(error)
-        cut = self._spec.layout.shards[shard]
-        for matrix in matrices_of(self._spec, shard):
+        cut, matrices, began = self._spec.layout.shards[shard], matrices_of(self._spec, shard), time.perf_counter()
+        for matrix in matrices:
             flat = memory[cut.start + matrix.start : cut.start + matrix.stop]
             compute = newton_schulz if self._cuda is None else self._cuda
             as_product(flat, matrix.shape).copy_(compute(flat.view(matrix.shape), options[matrix.group]))
+        self._recorder.add(MATRIX_PRODUCTS, len(matrices))
+        self._recorder.add(MATRIX_PRODUCT_SECONDS, time.perf_counter() - began)
         return self._store.multiplied(shard, version, memory)
 
 

@@ -19,6 +19,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from rayzero.kernels.torch_classes.newton_schulz import measured
 from rayzero.layout.model_layout import layer_groups
 from rayzero.owner.changes import ChangeLog
 from rayzero.owner.checkpoint import CheckpointWriter
@@ -33,6 +34,8 @@ from rayzero.telemetry.names import (
     GROUP_GRAD_NORM,
     GROUP_PARAM_NORM,
     GROUP_UPDATE_NORM,
+    MATRIX_PRODUCT_SECONDS,
+    MATRIX_PRODUCTS,
     MAX_GROUPS,
     OPTIMIZER_BYTES,
     OPTIMIZER_PARAMS,
@@ -174,9 +177,12 @@ class StepUpdates:
         if norms is not None:
             norms.before(owned)
         over = self._recorder.spans.begin("update", _name(owned), work.version - 1)
-        with nullcontext() if self._products is None else self._products.used(owned, work.version):
+        with nullcontext() if self._products is None else self._products.used(owned, work.version), measured() as took:
             self._model.rule.update(owned, work, on_tile)
         over()
+        if took:
+            self._recorder.add(MATRIX_PRODUCTS, len(took))
+            self._recorder.add(MATRIX_PRODUCT_SECONDS, sum(took))
         if norms is not None:
             norms.after(owned)
         self._progress = None

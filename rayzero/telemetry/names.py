@@ -245,6 +245,18 @@ OPTIMIZER_UPDATE_SECONDS = _owner_histogram(
     "Seconds in which this owner updates and publishes all its shards for one step.",
     _PART_S,
 )
+MATRIX_PRODUCTS = _counter(
+    "rayzero_matrix_products_total",
+    "Matrices that this process has multiplied by torch's Newton-Schulz for updates, as Muon's. The role says where: "
+    "with zero.matrix_updates=rank, those of an optimizer actor are what ranks were too late for.",
+    roles=(RANK, OPTIMIZER),
+    unit="matrices",
+)
+MATRIX_PRODUCT_SECONDS = _counter(
+    "rayzero_matrix_product_seconds_total",
+    "Seconds of a thread of this process in which it computed those; on CUDA, copies to the device and back included.",
+    roles=(RANK, OPTIMIZER),
+)
 OPTIMIZER_PARAMS = _owner_counter("rayzero_optimizer_params_total", "Parameter elements updated.")
 OPTIMIZER_BYTES = _owner_counter(
     "rayzero_optimizer_memory_bytes_processed_total",

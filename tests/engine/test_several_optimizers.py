@@ -21,6 +21,7 @@ from rayzero.engine.context import RankContext, running_in
 from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
 from rayzero.errors import CheckpointError, ConfigError, UnsupportedError
 from rayzero.store.rank.rank_store import RankStore
+from rayzero.telemetry.names import MATRIX_PRODUCT_SECONDS, MATRIX_PRODUCTS
 from rayzero.testing import Killed, Transport, run_ranks
 
 from .models import Net, same_bits, seeded, tight, token_loss, tokens
@@ -157,7 +158,8 @@ def test_every_transport_gives_these_bits(precision: str, owners: int, transport
 
 
 def on_ranks(context: RankContext, **given: Any) -> tuple[dict[str, Tensor], list[int]]:
-    """What a loop ends with whose ranks multiply, and the versions that this rank has multiplied for."""
+    """What a loop ends with whose ranks multiply, and the versions that this rank has multiplied for. It has counted at
+    least one matrix for each time."""
     versions, give = [], RankStore.multiplied
 
     def multiplied(store: RankStore, shard: int, version: int, values: Tensor) -> Any:
@@ -167,7 +169,11 @@ def on_ranks(context: RankContext, **given: Any) -> tuple[dict[str, Tensor], lis
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RankStore, "multiplied", multiplied)
-        return loop(context, matrix_updates="rank", **given), sorted(set(versions))
+        found = loop(context, matrix_updates="rank", **given)
+    counted = {metric: sum(series.values()) for metric, series in context.recorder.counters().items()}
+    assert counted.get(MATRIX_PRODUCTS, 0.0) >= len(versions)
+    assert (counted.get(MATRIX_PRODUCT_SECONDS, 0.0) > 0) == bool(versions)
+    return found, sorted(set(versions))
 
 
 @pytest.mark.promise("exact", "optimizers")

@@ -19,6 +19,8 @@ from rayzero.kernels.torch_classes.newton_schulz import as_product, newton_schul
 from rayzero.owner.classes import products
 from rayzero.protocol.messages import MASTER, PRODUCT, Action, ModelSpec
 from rayzero.protocol.products import matrices_of, multiplying_ranks
+from rayzero.telemetry.names import MATRIX_PRODUCT_SECONDS, MATRIX_PRODUCTS
+from rayzero.telemetry.recorder import MemoryRecorder
 from tests.support.waiting import until
 
 from .owner import Owner, owner_of
@@ -42,9 +44,9 @@ def divided(**given: Any) -> ModelSpec:
 
 
 @contextmanager
-def owning(spec: ModelSpec) -> Iterator[tuple[Owner, list[int], PlainAdamW]]:
+def owning(spec: ModelSpec, **given: Any) -> Iterator[tuple[Owner, list[int], PlainAdamW]]:
     """An owner, its shards with matrices, and the same in plain torch."""
-    with owner_of(spec) as owner:
+    with owner_of(spec, **given) as owner:
         yield owner, list(multiplying_ranks(spec)), PlainAdamW(spec, Divided)
 
 
@@ -107,6 +109,31 @@ def test_an_update_with_answers_of_ranks_has_the_bits_of_plain_torch() -> None:
             step(owner, plain, number)
             assert same_masters(owner, number + 1, plain)
             assert all(each.result(WAIT).dtype is torch.bfloat16 for each in asked)
+
+
+@pytest.mark.promise("observable", "optimizers")
+@pytest.mark.parametrize("where", ["owner", "rank"])
+def test_an_owner_counts_the_matrices_that_it_multiplies_and_none_that_ranks_do(where: str) -> None:
+    recorder, spec = MemoryRecorder(), divided()
+    matrices = sum(len(matrices_of(spec, shard)) for shard in multiplying_ranks(spec))
+
+    def counted() -> tuple[float, float]:
+        values = recorder.counters()
+        return tuple(sum(values.get(each, {}).values()) for each in (MATRIX_PRODUCTS, MATRIX_PRODUCT_SECONDS))
+
+    with owning(replace(spec, matrix_updates=where), recorder=recorder) as (owner, shards, plain):
+        asked = [answer(owner, shard, 1) for shard in shards]
+        step(owner, plain, 0)
+        assert same_masters(owner, 1, plain)
+        assert all(each.result(WAIT) is not None for each in asked)
+        assert bool(asked) == (where == "rank")
+        number, seconds = counted()
+        assert number == (0 if asked else matrices)
+        assert (seconds > 0) == (where == "owner")
+        step(owner, plain, 1)  # no rank asks
+        assert same_masters(owner, 2, plain)
+        assert counted()[0] == number + matrices
+        assert counted()[1] > seconds
 
 
 def test_it_is_the_answer_that_is_used() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ Answer = Callable[[Tensor], Tensor | None]  # by what goes in; None: compute it
 _FUNCTION = "_zeropower_via_newtonschulz"
 _OPTIONS = ("ns_coefficients", STEPS, "eps")  # what it is called with besides the matrix, and entries of the group
 _torchs: Any = getattr(_muon, _FUNCTION)
-_here = threading.local()  # .answer: what calls of this thread return
+_here = threading.local()  # .answer: what calls of this thread return; .took: seconds of those that computed
 
 
 def newton_schulz(matrix: Tensor, options: Hyper) -> Tensor:
@@ -62,11 +63,28 @@ def answered(answer: Answer) -> Iterator[None]:
         _here.answer = outer
 
 
+@contextmanager
+def measured() -> Iterator[list[float]]:
+    """A context with the seconds of each matrix that this thread's calls in it have computed: none of those with an
+    answer."""
+    setattr(_muon, _FUNCTION, _asking)
+    outer, _here.took = getattr(_here, "took", None), []
+    try:
+        yield _here.took
+    finally:
+        _here.took = outer
+
+
 @functools.wraps(_torchs)
 def _asking(grad: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     answer: Answer | None = getattr(_here, "answer", None)
     found = None if answer is None else answer(grad)
-    result: Tensor = _torchs(grad, *args, **kwargs) if found is None else found
+    if found is not None:
+        return found
+    began, took = time.perf_counter(), getattr(_here, "took", None)
+    result: Tensor = _torchs(grad, *args, **kwargs)
+    if took is not None:
+        took.append(time.perf_counter() - began)
     return result
 
 
