@@ -106,12 +106,22 @@ def local_ray() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def forked_with_trainers() -> None:
-    """Start the server anew that forks the processes of ranks, with what the integrations import: each process would
-    import it again, which takes 4 s."""
+    """Each process would import what the integrations do, which takes 4 s."""
+    modules = ["lightning", "rayzero.integrations.transformers", "rayzero.integrations.lightning"]
+    _fork_with(*modules, "transformers.models.gpt2.modeling_gpt2")
+
+
+@pytest.fixture(scope="session")
+def forked_with_compiler() -> None:
+    """Each process would import it with the first step of one of torch's optimizers, which takes 2 s."""
+    _fork_with("torch._dynamo")
+
+
+def _fork_with(*modules: str) -> None:
+    """Start the server anew that forks the processes of ranks, with these imported."""
     from rayzero.testing.rank_processes import PRELOADED  # not above: it imports torch, which many tests do without
 
     forkserver._forkserver._stop()  # the one that runs has imported something else
     *ours, last = PRELOADED
-    modules = ["lightning", "rayzero.integrations.transformers", "rayzero.integrations.lightning"]
-    multiprocessing.set_forkserver_preload([*ours, *modules, "transformers.models.gpt2.modeling_gpt2", last])
+    multiprocessing.set_forkserver_preload([*ours, *modules, last])
     forkserver.ensure_running()

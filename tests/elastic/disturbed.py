@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
+import hashlib
 import multiprocessing
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +33,26 @@ from tests.support.waiting import until
 
 from .test_scaling_cases import Small as BufferlessSmall
 
-STEPS = 4
+STEPS = 4  # of a run, or of each cell of a series
 RANKS = OWNERS = 2
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 DIED = " died and is started again"
 OWNERS_ELSEWHERE = ("optimizer 0", "optimizer 1")  # than the ranks
+
+
+class SeenInCells(Seen):
+    """And a digest of all that is trained at the end of each cell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.digests: list[str] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"digests": self.digests}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.digests = list(state["digests"])
 
 
 def train(
@@ -45,44 +62,66 @@ def train(
     make: Callable[..., Any] = torch.optim.AdamW,
     precision: str = "fp32",
     matrix_updates: Any = "owner",
+    cells: int = 1,
+    series: Series | None = None,
 ) -> Any:
-    """A loop with everything in it that can be cut: norms and clips, means, a write, a checkpoint. ``make``: an
-    optimizer, or several, of Parameters and ``lr``."""
+    """A loop with everything in it that can be cut, in each cell again: norms and clips, means, a write, a checkpoint.
+    ``make``: an optimizer, or several, of Parameters and ``lr``. ``series``: what strikes in the cells."""
     torch.set_num_threads(1)  # the bits of a matrix product depend on it
     (folder / "run").write_text(context.run)
-    model, loader, seen = copy.deepcopy(base), Batches(context.rank), Seen()
+    model, loader, seen = copy.deepcopy(base), Batches(context.rank), SeenInCells()
     config = ZeroConfig(units=["Block", "Embedding"], precision=precision, matrix_updates=matrix_updates)
     model, optimizer = rayzero.prepare(model, make(model.parameters(), lr=1e-2), config)
-    scheduler = one_cycle(optimizer)
+    scheduler = one_cycle(optimizer, cells)
     rayzero.track(scheduler=scheduler, loader=loader, seen=seen)
     batches = iter(loader)
-    for step in range(context.step, STEPS):
+    for step in range(context.step, cells * STEPS):
+        cell, at = divmod(step, STEPS)
+        if at == 0 and series is not None:
+            series.begin(cell)
         x, y = next(batches)
         loss = loss_of(model, x, y)
         loss.backward()
         seen.losses = [*seen.losses, loss.detach()]
-        if step % 2:
+        if at % 2:
             optimizer.clip_grad_norm_(0.5)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
         seen.means = [*seen.means, rayzero.mean_over_ranks(float(seen.losses[-1]))]
-        if step == 1:
+        if at == 1:
             rayzero.save_checkpoint(optimizer, folder / f"step-{step + 1}")
             with torch.no_grad():
                 model.head.bias.fill_(0.25)
                 model.embed.weight.mul_(0.5)  # of another unit
-    moments = named_leaves(optimizer.state_dict()["state"])
+        if at == STEPS - 1:
+            trained = trained_by(model, optimizer)
+            seen.digests = [*seen.digests, digest_of(trained)]
+            if series is not None:
+                series.end(cell)
+    return context.life, trained, [float(loss) for loss in seen.losses], seen.means, seen.digests
+
+
+def trained_by(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    """Weights, buffers, what the optimizer keeps, and the owners' counts of updates."""
     engine = optimizer.engine
-    moments |= {f"{unit.name} {STEP}": engine.cache.fetch_flat(unit, STEP) for unit in engine.units}
-    losses = [float(loss) for loss in seen.losses]
-    return context.life, rayzero.full_state_dict(model) | moments, losses, seen.means
+    counts = {f"{unit.name} {STEP}": engine.cache.fetch_flat(unit, STEP) for unit in engine.units}
+    return rayzero.full_state_dict(model) | named_leaves(optimizer.state_dict()["state"]) | counts
 
 
-def one_cycle(optimizer: torch.optim.Optimizer, among: int = 1) -> Any:
+def digest_of(tensors: Mapping[str, Tensor]) -> str:
+    """Of names and bytes."""
+    found = hashlib.sha256()
+    for name in sorted(tensors):
+        found.update(name.encode())
+        found.update(tensors[name].contiguous().flatten().view(torch.uint8).numpy())
+    return found.hexdigest()
+
+
+def one_cycle(optimizer: torch.optim.Optimizer, cells: int, among: int = 1) -> Any:
     """A schedule of rates, and of momenta if the optimizer has such and is not one of several (``among``)."""
     cycles = not {"betas", "momentum"}.isdisjoint(optimizer.defaults) and among == 1
-    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-2, total_steps=STEPS + 1, cycle_momentum=cycles)
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-2, total_steps=cells * STEPS + 1, cycle_momentum=cycles)
 
 
 def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -94,7 +133,7 @@ def named_leaves(states: Mapping[int, Any]) -> dict[str, Tensor]:
     return {f"{key} {kind}": torch.as_tensor(v) for key, state in states.items() for kind, v in leaves(state).items()}
 
 
-def unsharded(make: Callable[..., Any], precision: str) -> Any:
+def unsharded(make: Callable[..., Any], precision: str, cells: int = 1) -> Any:
     """By rank, what plain PyTorch ends with that trains one model on the batches of all ranks, as ``train`` does. The
     norm that clips is in fp64, as owners compute it."""
     torch.set_num_threads(1)
@@ -102,10 +141,10 @@ def unsharded(make: Callable[..., Any], precision: str) -> Any:
     ranks = [copy.deepcopy(masters).to(getattr(torch, DTYPES[precision])) for _ in range(RANKS)]
     made = make(masters.parameters(), lr=1e-2)
     optimizers = made if isinstance(made, list) else [made]
-    schedulers = [one_cycle(each, len(optimizers)) for each in optimizers]
+    schedulers = [one_cycle(each, cells, len(optimizers)) for each in optimizers]
     batches = [iter(Batches(rank)) for rank in range(RANKS)]
     losses, means = [[] for _ in ranks], []
-    for step in range(STEPS):
+    for step in range(cells * STEPS):
         for model, each, lost in zip(ranks, batches, losses, strict=True):
             model.zero_grad()
             loss = loss_of(model, *next(each))
@@ -122,9 +161,11 @@ def unsharded(make: Callable[..., Any], precision: str) -> Any:
             optimizer.step()
             scheduler.step()
         with torch.no_grad():
-            if step == 1:  # writes are to rounded values
-                masters.head.bias.fill_(0.25)
-                masters.embed.weight.copy_(masters.embed.weight.to(ranks[0].embed.weight.dtype).mul_(0.5))
+            if step % STEPS == 1:  # of rounded values: a master keeps its own where these stay as they are
+                for param, factor, added in ((masters.head.bias, 0.0, 0.25), (masters.embed.weight, 0.5, 0.0)):
+                    rounded = param.to(ranks[0].embed.weight.dtype)
+                    written = rounded * factor + added
+                    param.copy_(torch.where(written == rounded, param, written.float()))
             for model in ranks:
                 for param, master in zip(model.parameters(), masters.parameters(), strict=True):
                     param.copy_(master)
@@ -155,8 +196,64 @@ def differences(ours: Any, theirs: Any) -> list[str]:
     for rank, ((_, tensors, *seen), (_, others, *heard)) in enumerate(zip(ours, theirs, strict=True)):
         assert tensors.keys() == others.keys()
         found += [f"rank {rank}: {name}" for name in tensors if not torch.equal(tensors[name], others[name])]
-        found += [f"rank {rank}: {what}" for what, a, b in zip(("losses", "means"), seen, heard, strict=True) if a != b]
+        found += [
+            f"rank {rank}: {what}" for what, a, b in zip(("losses", "means"), seen, heard, strict=False) if a != b
+        ]
     return found
+
+
+@dataclass(frozen=True)
+class Series:
+    """Faults that strike one run, cell after cell: those of each have ``STEPS`` steps to strike in."""
+
+    cells: Mapping[str, tuple[Fault, ...]]  # lives count from each cell's begin
+    folder: Path
+
+    @functools.cached_property
+    def faults(self) -> Faults:
+        """Of all cells, with the lives in which their members are by then: who is killed in one is replaced in it."""
+        lives, found = Counter[str](), list[Fault]()
+        for cell in self.cells.values():
+            found += [f if f.life is None else replace(f, life=f.life + lives[f.member]) for f in cell]
+            lives.update(deaths_of(cell))
+        return Faults(self.folder, tuple(found), waits=True)
+
+    def begin(self, cell: int) -> None:
+        """The cell's faults may strike from now on."""
+        for index in self._of(cell):
+            self.faults.ask(index)
+
+    def end(self, cell: int) -> None:
+        """Raise AssertionError that names cell and fault for one that has not struck."""
+        for index in self._of(cell):
+            named = f"{list(self.cells)[cell]}: {self.faults.faults[index]}"
+            assert self.faults.struck(index) is not None, f"{named} has not struck in its {STEPS} steps"
+
+    def _of(self, cell: int) -> range:
+        sizes = [len(faults) for faults in self.cells.values()]
+        return range(sum(sizes[:cell]), sum(sizes[: cell + 1]))
+
+    def differences(self, ours: Any, theirs: Any) -> list[str]:
+        """What two runs do not have in common, bit by bit, at the end of the first cell after which they differ."""
+        for cell, name in enumerate(self.cells):
+            steps, found = slice(cell * STEPS, (cell + 1) * STEPS), []
+            for rank, ((_, _, *seen), (_, _, *heard)) in enumerate(zip(ours, theirs, strict=True)):
+                for what, part, mine, others in zip(
+                    ("losses", "means", "weights and states"),
+                    (steps, steps, slice(cell, cell + 1)),
+                    seen,
+                    heard,
+                    strict=True,
+                ):
+                    found += [f"after {name}: rank {rank}: {what}"] * (mine[part] != others[part] or not mine[part])
+            if found:
+                return found
+        return differences(ours, theirs)
+
+
+def deaths_of(faults: Iterable[Fault]) -> Counter[str]:
+    """By member, how often these end a process."""
+    return Counter(fault.member for fault in faults if fault.act in ("kill", "stop"))
 
 
 class Disturbed:
@@ -167,20 +264,27 @@ class Disturbed:
         folder: Path,
         *faults: Fault,
         transport: Transport = "shm",
-        stall_timeout: float = 30.0,
+        stall_timeout: float = 60.0,
         hosts: Mapping[str, Path] | None = None,
         tls: bool = False,
         config: ZeroConfig | None = None,
         precision: str = "fp32",
+        cells: Mapping[str, tuple[Fault, ...]] | None = None,
         **given: Any,
     ) -> None:
-        """``config``: how bytes and messages travel. ``given``: to ``train``."""
+        """``config``: how bytes and messages travel. ``cells``: in place of ``faults``, those of a series. ``given``:
+        to ``train``."""
         self.given = given | {"precision": precision, "base": base_of(precision), "folder": folder}
+        self.series = None if cells is None else Series(cells, folder)
+        self.faults = Faults(folder, faults)
+        if self.series is not None:
+            self.faults, self.given = self.series.faults, self.given | {"cells": len(cells), "series": self.series}
+            self.series.begin(0)  # with the processes
         self.tls, self.config = tls, config
-        self.folder, self.faults, self.hosts = folder, Faults(folder, faults), dict(hosts or {})
+        self.folder, self.hosts = folder, dict(hosts or {})
         self.transport: Transport = transport
         self.stall_timeout = stall_timeout
-        self.deaths = Counter(fault.member for fault in faults if fault.act in ("kill", "stop"))
+        self.deaths = deaths_of(self.faults.faults)
 
     def results(self) -> Any:
         """By rank."""
@@ -209,7 +313,8 @@ class Disturbed:
 
     def changes_no_bit(self, expected: Any, log: pytest.LogCaptureFixture) -> None:
         """It ends with the bits of a run that nothing happens to, and as ``check`` has it."""
-        assert differences(self.results(), expected) == []
+        compare = differences if self.series is None else self.series.differences
+        assert compare(self.results(), expected) == []
         self.check(log.messages)
 
     def check(self, said: Sequence[str]) -> None:

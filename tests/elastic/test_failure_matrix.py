@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,8 @@ from .disturbed import (
 )
 from .test_scaling_cases import momentum, muon_and_adamw
 
-pytestmark = needs.shared_memory
+pytestmark = [needs.shared_memory, pytest.mark.timeout(600)]  # a series has dozens of deaths
+Cells = dict[str, tuple[Fault, ...]]
 
 
 def killed(member: str, point: str, nth: int = 1, life: int | None = None) -> Fault:
@@ -145,13 +146,13 @@ STOPPED = {
     "a-rank": Fault("rank 1", "rank.pushed", "stop", 6),
 }
 LATE = {
+    "an-answer": Fault("rank 1", "rank.answer", "delay", method="Share"),  # the first cell begins with the processes
     "a-norm": Fault("optimizer 1", "owner.norm", "delay", 3),
     "an-order": Fault("optimizer 1", "owner.apply", "delay", 2),
     "a-record": Fault("optimizer 0", "lead.before-record", "delay", 2),
     "a-publication": Fault("optimizer 1", "owner.publish", "delay", 4),
     "a-push": Fault("rank 1", "rank.announce", "delay", 5),
     "a-finish": Fault("rank 0", "rank.finish", "delay", 2),
-    "an-answer": Fault("rank 1", "rank.answer", "delay", method="Share"),
 }
 TWICE = {
     "an-announcement": Fault("optimizer 1", "owner.receive", "duplicate", 5),
@@ -162,26 +163,33 @@ TWICE = {
     "a-commit": Fault("optimizer 0", "lead.commit", "duplicate", 2),
     "a-mean": Fault("optimizer 0", "lead.mean", "duplicate", 3),
     "a-save": Fault("optimizer 0", "lead.save", "duplicate"),
-    "an-attach": Fault("rank 1", "rank.call", "duplicate", method="Attach"),
 }
-WIRE = {
-    f"{what}-{act}": Fault(member, point, act, nth, method=method)
-    for what, member, point, nth, method in (
-        ("attach", "rank 1", "rank.call", 1, "Attach"),
-        ("finish", "rank 1", "rank.call", 2, "Finish"),
-        ("commit", "rank 0", "rank.call", 1, "Commit"),
-        ("mean", "rank 1", "rank.call", 2, "Mean"),
-        ("write", "rank 1", "rank.call", 1, "Write"),
-        ("save", "rank 0", "rank.call", 1, "Save"),
-        ("collect", "optimizer 0", "lead.call", 2, "Collect"),
-        ("apply", "optimizer 0", "lead.call", 2, "Apply"),
-        ("write-shards", "optimizer 0", "lead.call", 1, "WriteShards"),
-    )
-    for act in ("drop", "duplicate")
-} | {
-    f"answer-to-{method.lower()}-drop": Fault("rank 1", "rank.answer", "drop", 1, method=method)
-    for method in ("Finish", "Commit", "Mean", "Write", "Save")
-}
+WIRE = (
+    {
+        "attach": (
+            Fault("rank 1", "rank.call", "drop", method="Attach"),
+            Fault("rank 0", "rank.call", "duplicate", method="Attach"),
+        ),
+    }
+    | {
+        f"{what}-{act}": Fault(member, point, act, nth, method=method)
+        for what, member, point, nth, method in (
+            ("finish", "rank 1", "rank.call", 2, "Finish"),
+            ("commit", "rank 0", "rank.call", 1, "Commit"),
+            ("mean", "rank 1", "rank.call", 2, "Mean"),
+            ("write", "rank 1", "rank.call", 1, "Write"),
+            ("save", "rank 0", "rank.call", 1, "Save"),
+            ("collect", "optimizer 0", "lead.call", 2, "Collect"),
+            ("apply", "optimizer 0", "lead.call", 2, "Apply"),
+            ("write-shards", "optimizer 0", "lead.call", 1, "WriteShards"),
+        )
+        for act in ("drop", "duplicate")
+    }
+    | {
+        f"answer-to-{method.lower()}-drop": Fault("rank 1", "rank.answer", "drop", 1, method=method)
+        for method in ("Finish", "Commit", "Mean", "Write", "Save")
+    }
+)
 RAISED = {
     "in-the-norm": (
         Fault("optimizer 1", "owner.norm", "raise", 3),
@@ -203,186 +211,178 @@ RAISED = {
     "in-a-save": (Fault("optimizer 1", "owner.save", "raise"), r"optimizer 1 failed: FaultError\('optimizer 1 owner.s"),
     "in-a-rank": (Fault("rank 1", "rank.pushed", "raise", 6), r"rank 1 rank.pushed raise, as a test asked for"),
 }
-CELLS = {
-    f"{row}-{cell}": (faults if isinstance(faults, tuple) else (faults,), transport)
-    for row, cells, transport in (
-        ("an-owner-killed", OWNER, "shm"),
-        ("the-lead-killed", LEAD, "shm"),
-        ("a-rank-killed", RANK, "shm"),
-        ("killed", TOGETHER, "shm"),
-        ("stopped", STOPPED, "shm"),
-        ("late", LATE, "shm"),
-        ("twice", TWICE, "shm"),
-        ("over-grpc", WIRE, "grpc"),
-    )
-    for cell, faults in cells.items()
+
+
+def row(*cells: Mapping[str, Fault | tuple[Fault, ...]]) -> Cells:
+    """The cells of one series."""
+    merged = dict(item for some in cells for item in some.items())
+    return {name: faults if isinstance(faults, tuple) else (faults,) for name, faults in merged.items()}
+
+
+KILLED = {
+    "an-owner": row(OWNER),
+    "the-lead": row(LEAD),
+    "a-rank": row(RANK),
+    "several": row(TOGETHER),
 }
-
-
-@pytest.mark.promise("recoverable", "transports")
-@pytest.mark.spread(3, second=60)
-@pytest.mark.parametrize(("faults", "transport"), CELLS.values(), ids=CELLS)
-def test_a_fault_changes_no_bit(
-    faults: tuple[Fault, ...],
-    transport: Transport,
-    expected: Any,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    stopped = any(fault.act == "stop" for fault in faults)
-    Disturbed(tmp_path, *faults, transport=transport, stall_timeout=3.0 if stopped else 30.0).changes_no_bit(
-        expected, caplog
-    )
-
-
 CLASSES: dict[str, Callable[..., Any]] = {
-    "momentum": momentum,
     "muon-and-adamw": muon_and_adamw,
+    "adamw": functools.partial(torch.optim.AdamW, fused=True),  # whose bits its kernel has
+    "momentum": momentum,
     "adafactor": torch.optim.Adafactor,
-}
-OF_CLASSES = {
-    f"{row}-{cell}": tuple(at_the_step(fault) for fault in (faults if isinstance(faults, tuple) else (faults,)))
-    for row, cells in (
-        ("an-owner-killed", OWNER),
-        ("the-lead-killed", LEAD),
-        ("a-rank-killed", RANK),
-        ("killed", TOGETHER),
-    )
-    for cell, faults in cells.items()
 }
 
 
 @pytest.fixture(scope="module")
-def expected_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Any]:
-    """By class and precision, what runs end with that nothing happens to."""
+def expected_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str, int], Any]:
+    """By class, precision and number of cells, what a run ends with that nothing happens to. It is compared with plain
+    torch, too: all weights, losses and what the classes keep."""
 
     @functools.cache
-    def results(name: str, precision: str) -> Any:
-        return undisturbed(tmp_path_factory.mktemp("undisturbed"), make=CLASSES[name], precision=precision)
+    def results(name: str, precision: str, cells: int) -> Any:
+        given = {"make": CLASSES[name], "precision": precision, "cells": cells}
+        found, plain = undisturbed(tmp_path_factory.mktemp("undisturbed"), **given), unsharded(**given)
+        (named,) = {tuple(tensors) for _, tensors, *_ in plain}  # not the owners' counts of updates
+        ours = [(life, {n: tensors[n] for n in named}, *rest) for life, tensors, *rest in found]
+        assert differences(ours, plain) == []
+        assert all(bool(tensor.isfinite().all()) for tensor in plain[0][1].values())
+        return found
 
     return results
 
 
-@pytest.mark.promise("exact", "optimizers", "precisions")
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", CLASSES)
-def test_runs_of_other_classes_have_the_bits_of_plain_torch(
-    name: str, precision: str, expected_of: Callable[[str, str], Any]
-) -> None:
-    """All weights, losses and what the classes keep, so that the next test compares with these, too."""
-    plain = unsharded(CLASSES[name], precision)
-    (named,) = {tuple(tensors) for _, tensors, *_ in plain}  # not the owners' counts of updates
-    ours = [(life, {n: tensors[n] for n in named}, *rest) for life, tensors, *rest in expected_of(name, precision)]
-    assert differences(ours, plain) == []
-
-
 @pytest.mark.promise("recoverable", "optimizers")
-@pytest.mark.spread(1, second=18)
-@pytest.mark.parametrize("faults", OF_CLASSES.values(), ids=OF_CLASSES)
+@pytest.mark.promise("exact", "optimizers", "precisions")
+@pytest.mark.usefixtures("forked_with_compiler")
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("row", KILLED)
 @pytest.mark.parametrize("name", CLASSES)
-def test_a_kill_changes_no_bit_of_another_class(
+def test_a_kill_changes_no_bit(
     name: str,
+    row: str,
     precision: str,
-    faults: tuple[Fault, ...],
-    expected_of: Callable[[str, str], Any],
+    expected_of: Callable[[str, str, int], Any],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    disturbed = Disturbed(tmp_path, *faults, make=CLASSES[name], precision=precision)
-    disturbed.changes_no_bit(expected_of(name, precision), caplog)
+    """One run, whose processes are killed at one point after the other."""
+    cells = KILLED[row]
+    if name != "adamw":
+        cells = {cell: tuple(map(at_the_step, faults)) for cell, faults in cells.items()}
+    expected = expected_of(name, precision, len(cells))
+    Disturbed(tmp_path, cells=cells, make=CLASSES[name], precision=precision).changes_no_bit(expected, caplog)
 
 
-ON_RANKS = {
-    "a-rank-that-asks": (killed("rank 1", "rank.asks-for-products", 3),),
-    "a-rank-that-has-multiplied": (killed("rank 1", "rank.has-multiplied", 2),),
-    "a-rank-that-answers-late": (Fault("rank 1", "rank.has-multiplied", "delay", 2, seconds=8.0),),
-    "an-owner-that-waits": (killed("optimizer 1", "owner.awaits-products", 3),),
-    "an-owner-with-the-answer": (killed("optimizer 1", "owner.has-products", 3),),
-    "an-owner-mid-step": (killed("optimizer 1", "owner.step", 3),),
-    "the-lead-mid-step": (killed("optimizer 0", "owner.step", 2),),
-    "a-successor-mid-step-again": (killed("optimizer 1", "owner.step", 3), killed("optimizer 1", "owner.step", 1, 1)),
-    "an-owner-and-a-rank": (
-        killed("optimizer 1", "owner.awaits-products", 2),
-        killed("rank 1", "rank.has-multiplied", 2),
-    ),
+NOT_KILLED: dict[str, tuple[Cells, Transport, float]] = {
+    "over-grpc": (row(WIRE), "grpc", 60.0),
+    "late-or-twice": (row(LATE, TWICE), "shm", 60.0),
+    "stopped": (row(STOPPED), "shm", 3.0),
 }
 
 
-@pytest.fixture(scope="module")
-def multiplied_by_owners(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return undisturbed(tmp_path_factory.mktemp("undisturbed"), make=Divided)
+@pytest.mark.promise("recoverable", "transports")
+@pytest.mark.spread(1)
+@pytest.mark.parametrize(("cells", "transport", "stall_timeout"), NOT_KILLED.values(), ids=NOT_KILLED)
+def test_what_is_late_or_lost_or_comes_twice_changes_no_bit(
+    cells: Cells,
+    transport: Transport,
+    stall_timeout: float,
+    expected_of: Callable[[str, str, int], Any],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    disturbed = Disturbed(tmp_path, cells=cells, transport=transport, stall_timeout=stall_timeout)
+    disturbed.changes_no_bit(expected_of("adamw", "fp32", len(cells)), caplog)
+
+
+ON_RANKS = row(
+    {
+        "a-rank-that-asks": killed("rank 1", "rank.asks-for-products", 3),
+        "a-rank-that-has-multiplied": killed("rank 1", "rank.has-multiplied", 2),
+        "a-rank-that-answers-late": Fault("rank 1", "rank.has-multiplied", "delay", 2, seconds=8.0),
+        "an-owner-that-waits": killed("optimizer 1", "owner.awaits-products", 3),
+        "an-owner-with-the-answer": killed("optimizer 1", "owner.has-products", 3),
+        "an-owner-mid-step": killed("optimizer 1", "owner.step", 3),
+        "the-lead-mid-step": killed("optimizer 0", "owner.step", 2),
+        "a-successor-mid-step-again": (
+            killed("optimizer 1", "owner.step", 3),
+            killed("optimizer 1", "owner.step", 1, 1),
+        ),
+        "an-owner-and-a-rank": (
+            killed("optimizer 1", "owner.awaits-products", 2),
+            killed("rank 1", "rank.has-multiplied", 2),
+        ),
+    }
+)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("faults", ON_RANKS.values(), ids=ON_RANKS)
-def test_a_fault_while_ranks_multiply_changes_no_bit(
-    faults: tuple[Fault, ...], multiplied_by_owners: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    disturbed = Disturbed(tmp_path, *faults, make=Divided, matrix_updates="rank", stall_timeout=90.0)
+@pytest.mark.usefixtures("forked_with_compiler")
+def test_a_fault_while_ranks_multiply_changes_no_bit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    multiplied_by_owners = undisturbed(tmp_path, make=Divided, cells=len(ON_RANKS))
+    disturbed = Disturbed(tmp_path, cells=ON_RANKS, make=Divided, matrix_updates="rank", stall_timeout=90.0)
     disturbed.changes_no_bit(multiplied_by_owners, caplog)
 
 
 BEFORE_ADAM, BEFORE_IT_PUSHES_AGAIN = killed("optimizer 1", "owner.decided", 2), killed("rank 1", "rank.rejoin")
-ELSEWHERE = {
-    "the-owner": (BEFORE_ADAM,),
-    "the-owner-and-a-rank": (BEFORE_ADAM, BEFORE_IT_PUSHES_AGAIN),
-    "the-owner-and-both-ranks": (BEFORE_ADAM, BEFORE_IT_PUSHES_AGAIN, killed("rank 0", "rank.rejoin")),
-    "the-owner-a-rank-and-its-next-life": (
-        BEFORE_ADAM,
-        BEFORE_IT_PUSHES_AGAIN,
-        killed("rank 1", "rank.attached", 1, 1),
-    ),
-    "the-owner-a-rank-and-the-successor": (
-        BEFORE_ADAM,
-        BEFORE_IT_PUSHES_AGAIN,
-        killed("optimizer 1", "owner.apply", 1, 1),
-    ),
-    "everybody": (
-        BEFORE_ADAM,
-        killed("optimizer 0", "lead.tell", 2),
-        BEFORE_IT_PUSHES_AGAIN,
-        killed("rank 0", "rank.rejoin"),
-    ),
-}
+ELSEWHERE = row(
+    {
+        "the-owner": BEFORE_ADAM,
+        "the-owner-and-a-rank": (BEFORE_ADAM, BEFORE_IT_PUSHES_AGAIN),
+        "the-owner-and-both-ranks": (BEFORE_ADAM, BEFORE_IT_PUSHES_AGAIN, killed("rank 0", "rank.rejoin")),
+        "the-owner-a-rank-and-its-next-life": (
+            BEFORE_ADAM,
+            BEFORE_IT_PUSHES_AGAIN,
+            killed("rank 1", "rank.attached", 1, 1),
+        ),
+        "the-owner-a-rank-and-the-successor": (
+            BEFORE_ADAM,
+            BEFORE_IT_PUSHES_AGAIN,
+            killed("optimizer 1", "owner.apply", 1, 1),
+        ),
+        "everybody": (
+            BEFORE_ADAM,
+            killed("optimizer 0", "lead.tell", 2),
+            BEFORE_IT_PUSHES_AGAIN,
+            killed("rank 0", "rank.rejoin"),
+        ),
+    }
+)
+PROTECTED = row(
+    {
+        "the-owner-and-a-rank": (BEFORE_ADAM, BEFORE_IT_PUSHES_AGAIN),
+        "the-lead": LEAD["in-the-record"],
+        "both-ranks": TOGETHER["both-ranks"],
+    }
+)
 
 
-@pytest.mark.promise("recoverable", "hosts")
+@pytest.mark.promise("recoverable", "hosts", "tls")
 @pytest.mark.spread(1)
-@pytest.mark.parametrize("faults", ELSEWHERE.values(), ids=ELSEWHERE)
+@pytest.mark.parametrize(("cells", "tls"), [(PROTECTED, True), (ELSEWHERE, False)], ids=["mutual TLS", "plain"])
 def test_an_owner_on_another_host_dies_and_what_ranks_had_pushed_to_it_comes_again(
-    faults: tuple[Fault, ...], expected: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    cells: Cells,
+    tls: bool,
+    expected_of: Callable[[str, str, int], Any],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Also from ranks that have died since: it is in the memory that they shared with an owner of their host."""
     with another_host("optimizer 1") as hosts:
-        Disturbed(tmp_path, *faults, hosts=hosts, stall_timeout=20.0).changes_no_bit(expected, caplog)
-
-
-PROTECTED = {
-    "nothing": (),
-    "both-ranks": TOGETHER["both-ranks"],
-    "the-lead": (LEAD["in-the-record"],),
-    "the-owner-and-a-rank": ELSEWHERE["the-owner-and-a-rank"],
-}
-
-
-@pytest.mark.promise("recoverable", "tls")
-@pytest.mark.spread(1)
-@pytest.mark.parametrize("faults", PROTECTED.values(), ids=PROTECTED)
-def test_members_of_several_hosts_come_back_over_tls(
-    faults: tuple[Fault, ...], expected: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """One owner has a host of its own: shared memory to the other, mutual TLS to both."""
-    with another_host("optimizer 1") as hosts:
-        Disturbed(tmp_path, *faults, hosts=hosts, stall_timeout=20.0, tls=True).changes_no_bit(expected, caplog)
+        disturbed = Disturbed(tmp_path, cells=cells, hosts=hosts, tls=tls)
+        disturbed.changes_no_bit(expected_of("adamw", "fp32", len(cells)), caplog)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("fault", ["finish-drop", "collect-drop", "apply-duplicate", "answer-to-save-drop"])
 def test_calls_that_are_lost_are_repeated_over_tls(
-    fault: str, expected: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    expected_of: Callable[[str, str, int], Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    Disturbed(tmp_path, WIRE[fault], transport="grpc", tls=True).changes_no_bit(expected, caplog)
+    cells = row(
+        {name: WIRE[name] for name in ("finish-drop", "collect-drop", "apply-duplicate", "answer-to-save-drop")}
+    )
+    expected = expected_of("adamw", "fp32", len(cells))
+    Disturbed(tmp_path, cells=cells, transport="grpc", tls=True).changes_no_bit(expected, caplog)
 
 
 @pytest.mark.thorough
