@@ -18,6 +18,7 @@ import rayzero
 from rayzero.config import ZeroConfig
 from rayzero.engine.context import RankContext
 from rayzero.errors import HandshakeError, MemoryPlanError, RayZeroError, StoreError, UnsupportedError
+from rayzero.kernels import splits_masters
 from rayzero.layout.model_layout import ModelLayout, lay_out_unit
 from rayzero.layout.shard_map import shard_map_for
 from rayzero.memory.planner import plan_owner
@@ -285,7 +286,11 @@ def test_the_memory_of_a_run_is_the_plans_within_5_percent(
     slabs = [s for s in list_slabs() if s.header is not None and s.header.facts.run == "planned" and s.alive]
     there = sum(slab.path.stat().st_blocks * 512 for slab in slabs)  # pages that exist, not what the size says
     shard_map = shard_map_for(spec.layout, 2, spec.shard_map)
-    plans = [plan_owner(spec.layout, shard_map, k, 2, accumulation_steps, own_gradients=True) for k in range(2)]
+    splits = splits_masters("auto", "fp32")
+    plans = [
+        plan_owner(spec.layout, shard_map, k, 2, accumulation_steps, splits=splits, own_gradients=True)
+        for k in range(2)
+    ]
     assert there == pytest.approx(sum(plan.total for plan in plans), rel=0.05)
 
 
