@@ -55,10 +55,8 @@ def main() -> int:
     for name, default in (("rounds", 5), ("dim", 512), ("layers", 8)):
         parser.add_argument(f"--{name}", type=at_least_one, default=default)
     args = parser.parse_args()
-    if _INSIDE not in os.environ:
-        command = ["unshare", "--net", sys.executable, "-m", "lab", "follow_links", *sys.argv[1:]]
-        return subprocess.run(command, env=os.environ | {_INSIDE: "1"}).returncode
-    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+    if (code := in_namespace("follow_links")) is not None:
+        return code
     work = Work(precision="bf16", dim=args.dim, layers=args.layers)
     context = multiprocessing.get_context("spawn")
     with context.Manager() as manager, tempfile.TemporaryDirectory() as folder:
@@ -77,6 +75,21 @@ def main() -> int:
         seconds, sizes = zip(*taken, strict=True)
         print(f"  {gbit:g} Gbit/s  {way:14} {Spread.of(seconds).text(1e3, 0):>16} ms   {max(sizes) / 1e6:.1f} MB")
     return 0
+
+
+def in_namespace(command: str) -> int | None:
+    """Run this command of the lab in a network namespace of its own, and return its exit status; None: this is it."""
+    if _INSIDE not in os.environ:
+        again = ["unshare", "--net", sys.executable, "-m", "lab", command, *sys.argv[1:]]
+        return subprocess.run(again, env=os.environ | {_INSIDE: "1"}).returncode
+    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+    return None
+
+
+def hold(gbit: float) -> None:
+    """Let no more than this pass through the namespace's loopback in a second."""
+    limit = ["tbf", "rate", f"{gbit}gbit", "burst", _BURST, "latency", "50ms"]
+    subprocess.run(["tc", "qdisc", "replace", "dev", "lo", "root", *limit], check=True)
 
 
 # ---- the follower's process
@@ -185,8 +198,7 @@ def take_turns(
     for _ in range(3):
         turn("changes", args.rates[0])  # Adam's moments
     for gbit in args.gbit:
-        limit = ["tbf", "rate", f"{gbit}gbit", "burst", _BURST, "latency", "50ms"]
-        subprocess.run(["tc", "qdisc", "replace", "dev", "lo", "root", *limit], check=True)
+        hold(gbit)
         for _ in range(args.rounds):
             for way, rate in ways:
                 found[gbit, way].append(turn(way, rate))

@@ -12,8 +12,6 @@ is in the copy, and until all are; with the owners' update in them. Steps at a r
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,12 +24,12 @@ import torch
 
 from lab.bench.figures import Spread, at_least_one
 from lab.bench.store import HYPER, spec_of
+from lab.costs.follow_links import hold, in_namespace
 from rayzero.engine.context import RankContext
 from rayzero.protocol.messages import Contribution, FinishReport, StepInputs
 from rayzero.slabs.sweep import SHARED_MEMORY
 from rayzero.testing import run_ranks
 
-_INSIDE = "RAYZERO_LAB_NAMESPACE"  # set in the process that has a network of its own
 _WARM = 3  # steps at a rate that are not measured
 Figures = dict[float, list[tuple[float, float, int]]]  # by rate: first, all, bytes
 
@@ -43,15 +41,12 @@ def main() -> int:
     for name, default in (("mib", 8), ("units", 8), ("steps", 6)):
         parser.add_argument(f"--{name}", type=at_least_one, default=default)
     args = parser.parse_args()
-    if _INSIDE not in os.environ:
-        command = ["unshare", "--net", sys.executable, "-m", "lab", "mirror_links", *sys.argv[1:]]
-        return subprocess.run(command, env=os.environ | {_INSIDE: "1"}).returncode
-    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
-    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY, prefix="owners-") as elsewhere:
-        hosts = {f"optimizer {owner}": Path(elsewhere) for owner in range(2)}
+    if (code := in_namespace("mirror_links")) is not None:
+        return code
+    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY, prefix="owners-") as other_host:
+        hosts = {f"optimizer {owner}": Path(other_host) for owner in range(2)}
         for gbit in args.gbit:
-            limit = ["tbf", "rate", f"{gbit}gbit", "burst", "1mb", "latency", "50ms"]
-            subprocess.run(["tc", "qdisc", "replace", "dev", "lo", "root", *limit], check=True)
+            hold(gbit)
             found: Figures = run_ranks(partial(rank, args), 1, 2, "shm", processes=True, hosts=hosts)[0]
             for rate, steps in found.items():
                 first, whole, came = zip(*steps, strict=True)

@@ -137,6 +137,9 @@ class CodedMoment:
         return self.codes[start:end], self.scales[start // BLOCK : end // BLOCK]
 
 
+Moment = PlainMoment | CodedMoment  # a state of a shard, a value for each element, however it is kept
+
+
 def decode(codes: Tensor, scales: Tensor, *, is_root: bool) -> Tensor:
     """The means, or the roots of mean squares, of whole blocks: 1D fp32, on the codes' device."""
     if codes.dtype == torch.bfloat16:

@@ -25,9 +25,10 @@ from torch import Tensor
 
 from rayzero.errors import UnsupportedError
 from rayzero.kernels import native
-from rayzero.kernels.kernel import STAMP, UNDO_BYTES, AdamMemory, AdamOptions, AdamUpdate, Kernel, Segment
+from rayzero.kernels.kernel import AdamMemory, AdamOptions, AdamUpdate, Kernel, Segment
 from rayzero.kernels.moments import BLOCK
 from rayzero.kernels.rank_sum import LEAF, Range
+from rayzero.kernels.stamps import STAMP, UNDO_BYTES
 from rayzero.protocol.gradient_sum import Gradient, KeptTotal
 from rayzero.protocol.messages import Clamp
 

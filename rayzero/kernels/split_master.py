@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rayzero.kernels.moments import CodedMoment, PlainMoment
+from rayzero.kernels.moments import PlainMoment
 
 _HALF_WAY = 0x8000  # the only remainder beyond int16
 
@@ -24,17 +24,6 @@ class SplitMaster:
     remainders: Tensor  # int16
     params: Tensor  # bf16: what is published
     squares: Tensor  # fp32: exp_avg_sq, whose signs say which remainder is 0x8000
-    coded: ClassVar[bool] = True
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """See ``PlainMoment.tensors``."""
-        return (self.remainders,)
-
-    @property
-    def nbytes(self) -> int:
-        """See ``PlainMoment.nbytes``."""
-        return self.remainders.nbytes
 
     def read(self, start: int, stop: int) -> Tensor:
         """A copy of elements start..stop as fp32, 1D."""
@@ -54,21 +43,10 @@ class SplitMaster:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SignedSquares:
+class SignedSquares(PlainMoment):
     """exp_avg_sq of a shard with split masters, to which its signs belong."""
 
-    values: Tensor  # 1D fp32
     coded: ClassVar[bool] = True
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """See ``PlainMoment.tensors``."""
-        return (self.values,)
-
-    @property
-    def nbytes(self) -> int:
-        """See ``PlainMoment.nbytes``."""
-        return self.values.nbytes
 
     def read(self, start: int, stop: int) -> Tensor:
         """A copy of elements start..stop, 1D fp32, without the masters' signs."""
@@ -78,6 +56,3 @@ class SignedSquares:
         """Replace elements start..stop by ``values`` (1D fp32); masters stay what they are."""
         mine = self.values[start:stop]
         mine.copy_(torch.copysign(values, mine))
-
-
-Moment = PlainMoment | CodedMoment | SignedSquares  # a state of a shard, a value for each element, however it is kept

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from rayzero.concurrency.threads import on_device, sleep_until_done, use_torch_threads
-from rayzero.kernels.kernel import STAMP, AdamMemory, AdamOptions, AdamUpdate, Kernel, Segment, TileStamps
+from rayzero.kernels.kernel import AdamMemory, AdamOptions, AdamUpdate, Kernel, Segment
 from rayzero.kernels.rank_sum import RankSum
+from rayzero.kernels.stamps import STAMP, TileStamps
 
 Tile = tuple[Segment, int, int]  # a segment, and the first and last (excluded) of its elements in the shard
 

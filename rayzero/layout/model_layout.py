@@ -125,6 +125,11 @@ class UnitLayout:
         return self.trainable or self.frozen_master
 
     @property
+    def can_split(self) -> bool:
+        """Whether a kernel may keep its masters split (kernels/split_master.py)."""
+        return self.trainable and self.dtype is torch.bfloat16
+
+    @property
     def initial_dtype(self) -> torch.dtype:
         """The dtype of the values that owners get at the start: the widest that they keep."""
         return torch.float32 if self.has_master else self.dtype

@@ -109,7 +109,7 @@ def plan_owner(
         mine += [(shard, unit)] if unit.trainable else []
         params += 0 if unit.trainable and unit.dtype is torch.float32 and not on_device else published
         elements += trained
-        master += trained * (2 if splits and unit.dtype is torch.bfloat16 and not on_device else FP32)
+        master += trained * (2 if splits and unit.can_split and not on_device else FP32)
         frozen += shard.numel * FP32 if unit.frozen_master else 0
         largest = max(largest, trained)
         changes += published + published // 16 if trained else 0  # and a bitmap of 16-bit words: owner/changes.py

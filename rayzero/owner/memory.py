@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rayzero.errors import StateLostError, StoreError
-from rayzero.kernels.kernel import TileStamps
+from rayzero.kernels.stamps import TileStamps
 from rayzero.memory.planner import OwnerPlan
 from rayzero.protocol.gradient_sum import FormerRank, TotalLine
 from rayzero.protocol.messages import FormerShard, ModelSpec

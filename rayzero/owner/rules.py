@@ -14,9 +14,8 @@ from torch import Tensor
 from rayzero.checkpoint.tensor_file import DeferredTensor
 from rayzero.errors import StoreError
 from rayzero.kernels import AdamMemory, AdamOptions, adam_states, choose_kernel, segments_of, splits_masters
-from rayzero.kernels.moments import CODED, CodedMoment, packed_bytes
+from rayzero.kernels.moments import CODED, CodedMoment, Moment, packed_bytes
 from rayzero.kernels.rank_sum import RankSum
-from rayzero.kernels.split_master import Moment
 from rayzero.kernels.torch_classes.optimizer_class import OptimizerMaker
 from rayzero.kernels.torch_classes.optimizer_states import in_pieces, is_scalar, leaves
 from rayzero.kernels.torch_classes.optimizer_trial import require_owned

@@ -19,9 +19,9 @@ from torch import Tensor
 from rayzero.codecs.record import kept_bytes, read_record, used_bytes, write_record
 from rayzero.concurrency.threads import use_torch_threads
 from rayzero.errors import StoreError
-from rayzero.kernels.kernel import TileStamps
-from rayzero.kernels.moments import BLOCK, CODED, CodedMoment, PlainMoment
-from rayzero.kernels.split_master import Moment, SignedSquares, SplitMaster
+from rayzero.kernels.moments import BLOCK, CODED, CodedMoment, Moment, PlainMoment
+from rayzero.kernels.split_master import SignedSquares, SplitMaster
+from rayzero.kernels.stamps import TileStamps
 from rayzero.layout.model_layout import ALIGN, Shard, SlotSlice, UnitLayout, aligned, runs
 from rayzero.owner.memory import DeviceStates, HostMemory, ShardJournal, ShardRoom, Sizes
 from rayzero.protocol.gradient_sum import Gradient, TotalLine, has_totals
@@ -158,7 +158,8 @@ class OwnedShard:
     def masters(self, start: int, stop: int) -> Tensor:
         """Masters start..stop, 1D fp32: the memory itself, or a copy of split ones."""
         assert self.master is not None
-        return self.master[start:stop] if self.split is None else self.split.read(start, stop)
+        split = self.split
+        return self.master[start:stop] if split is None else split.read(start, stop)
 
     @property
     def memory_bytes(self) -> dict[str, int]:
@@ -344,7 +345,7 @@ def allocate(
     records = [[(s.index, kept_bytes(layout.units[s.unit], s)) for s in run] for run in runs(coded)]
     params |= memory.params(records, torch.uint8)
     mastered = [shard for shard in owned if layout.units[shard.unit].has_master]
-    divided = {s.index for s in trained if splits and layout.units[s.unit].dtype is torch.bfloat16}
+    divided = {s.index for s in trained if splits and layout.units[s.unit].can_split}
     apart = [s for s in mastered if kept.apart or layout.units[s.unit].dtype is not torch.float32]
     master = {shard.index: params[shard.index] for shard in mastered}  # what an fp32 unit publishes is its master
     master |= kept.state(_sizes([s for s in apart if s.index not in divided]), torch.float32)

@@ -95,7 +95,7 @@ def step_traffic(
     trained = [unit for unit in layout.units if unit.trainable]
     beyond = max(0, sum(sizes) - zero.gpu_param_memory_budget)
     elements, gradients = sum(unit.numel for unit in trained), sum(unit.size_bytes for unit in trained)
-    unsplit = [unit for unit in trained if not (splits and unit.dtype is torch.bfloat16)]
+    unsplit = [unit for unit in trained if not (splits and unit.can_split)]
     published = sum(unit.size_bytes for unit in unsplit if unit.dtype is not torch.float32)
     states = int(elements * 2 * (FP32 + state_bytes))  # with the master, one half of which a split one publishes
     ranks, pushes = scaling.num_workers, backwards if zero.offload_grads else 1

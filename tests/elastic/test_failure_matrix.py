@@ -326,7 +326,7 @@ def test_a_fault_while_ranks_multiply_changes_no_bit(tmp_path: Path, caplog: pyt
 
 
 BEFORE_ADAM, BEFORE_IT_PUSHES_AGAIN = killed("optimizer 1", "owner.decided", 2), killed("rank 1", "rank.rejoin")
-ELSEWHERE = row(
+OTHER_HOST = row(
     {
         "the-owner": BEFORE_ADAM,
         "the-owner-and-a-rank": (BEFORE_ADAM, BEFORE_IT_PUSHES_AGAIN),
@@ -360,7 +360,7 @@ PROTECTED = row(
 
 @pytest.mark.promise("recoverable", "hosts", "tls")
 @pytest.mark.spread(1)
-@pytest.mark.parametrize(("cells", "tls"), [(PROTECTED, True), (ELSEWHERE, False)], ids=["mutual TLS", "plain"])
+@pytest.mark.parametrize(("cells", "tls"), [(PROTECTED, True), (OTHER_HOST, False)], ids=["mutual TLS", "plain"])
 def test_an_owner_on_another_host_dies_and_what_ranks_had_pushed_to_it_comes_again(
     cells: Cells,
     tls: bool,

@@ -12,8 +12,9 @@ import torch
 
 from rayzero.errors import StoreError
 from rayzero.kernels import choose_kernel
-from rayzero.kernels.kernel import STAMP, UNDO_BYTES, AdamMemory, AdamOptions, Segment, TileStamps
+from rayzero.kernels.kernel import AdamMemory, AdamOptions, Segment
 from rayzero.kernels.native import load
+from rayzero.kernels.stamps import STAMP, UNDO_BYTES, TileStamps
 
 pytestmark = pytest.mark.thorough
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.kernels import AdamMemory, AdamOptions, Segment, choose_kernel, segments_of
-from rayzero.kernels.kernel import STAMP
 from rayzero.kernels.rank_sum import RankSum
+from rayzero.kernels.stamps import STAMP
 from rayzero.kernels.torch_kernel import TorchKernel
 
 OPTIONS = AdamOptions(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from rayzero.cli import app
 from rayzero.concurrency.futures import failed
 from rayzero.errors import HandshakeError, RayZeroError, StoreError
-from rayzero.kernels.kernel import STAMP, TileStamps
+from rayzero.kernels.stamps import STAMP, TileStamps
 from rayzero.kernels.torch_kernel import TorchKernel
 from rayzero.layout.model_layout import ModelLayout, lay_out_unit
 from rayzero.owner import rules

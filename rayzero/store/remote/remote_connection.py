@@ -370,7 +370,7 @@ class RemoteConnection(LinkUser):
             self._repeats.send(link.owner, channel)
 
     def _repeated(self, plan: SharedPlan, former: FormerRank = NOTHING_LEFT) -> RepeatedPushes | None:
-        """What owners elsewhere may have to get again; None: nothing is kept for them."""
+        """What owners on other hosts may have to get again; None: nothing is kept for them."""
         if self._memory.gradients is None:
             return None
         return RepeatedPushes(
@@ -393,7 +393,7 @@ class RemoteConnection(LinkUser):
         return NOTHING_LEFT if left is None else left
 
     def _push_again(self) -> None:
-        """Send again what owners elsewhere may lack; blocks."""
+        """Send again what owners on other hosts may lack; blocks."""
         if self._repeats is not None:
             self._repeats.send_all([self._links[owner] for owner in self._senders], self._ways.threads.pushes)
 

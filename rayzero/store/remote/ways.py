@@ -101,7 +101,7 @@ class Ways:
 
 
 class RepeatedPushes:
-    """What one rank has pushed and owners elsewhere may have lost.
+    """What one rank has pushed and owners on other hosts may have lost.
 
     Knows the rank's own memory and that of its last life; not when an owner has died."""
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from rayzero.errors import HandshakeError
-from rayzero.kernels.kernel import torn
+from rayzero.kernels.stamps import torn
 from rayzero.protocol.gradient_sum import FormerRank
 from rayzero.protocol.messages import (
     AT_HOME,
@@ -127,7 +127,7 @@ class DeadShard:
     published: int
     decided: int
     applied: int
-    tiles: tuple[int, ...]  # stamps (kernels/kernel.py); empty: frozen, or on_device
+    tiles: tuple[int, ...]  # stamps (kernels/stamps.py); empty: frozen, or on_device
     undone: frozenset[int] = frozenset()  # of the tiles that were being written, those in the undo log
     on_device: bool = False  # its masters and states were in a device's memory
 

@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from rayzero.errors import HandshakeError
-from rayzero.kernels.kernel import STAMP, TileStamps, UndoCopy
+from rayzero.kernels.stamps import STAMP, TileStamps, UndoCopy
 from rayzero.layout.model_layout import Shard
 from rayzero.protocol.gradient_sum import MOST_ROUNDS, WORD_STEP, KeptTotal, Total, TotalLine, digest_of, has_pushed
 from rayzero.protocol.messages import FormerShard, Published, Pushed

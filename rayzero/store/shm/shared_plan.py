@@ -27,7 +27,7 @@ import torch
 
 from rayzero.codecs.record import kept_bytes
 from rayzero.errors import HandshakeError, StoreError
-from rayzero.kernels.kernel import STAMP, STAMP_BYTES, UNDO_BYTES
+from rayzero.kernels.stamps import STAMP, STAMP_BYTES, UNDO_BYTES
 from rayzero.layout.model_layout import Shard, UnitLayout, runs
 from rayzero.layout.shard_map import ShardMap
 from rayzero.protocol.gradient_sum import (

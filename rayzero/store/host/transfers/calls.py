@@ -73,15 +73,17 @@ class Download:
         self.filled = self.received = 0
         for shard in self.shards:
             memory = self.place(shard)
-            if self.since is not None and self._change(take, shard, memory, self.since):
-                pass
-            elif self.kept is None or not self.decode:
-                self._receive(take, shard, memory)
-            else:
-                record = torch.empty(kept_bytes(self.kept, shard), dtype=torch.uint8, device="cpu")
-                self._receive(take, shard, record)
-                read_record(record, self.kept, shard, memory)
+            if self.since is None or not self._change(take, shard, memory, self.since):
+                self._whole(take, shard, memory)
             self.filled += 1
+
+    def _whole(self, take: Callable[[Assembly], None], shard: Shard, memory: Tensor) -> None:
+        if self.kept is None or not self.decode:
+            self._receive(take, shard, memory)
+            return
+        record = torch.empty(kept_bytes(self.kept, shard), dtype=torch.uint8, device="cpu")
+        self._receive(take, shard, record)
+        read_record(record, self.kept, shard, memory)
 
     def _change(self, take: Callable[[Assembly], None], shard: Shard, memory: Tensor, since: int) -> bool:
         """Have what a shard has changed filled into its memory. False: the shard follows whole."""

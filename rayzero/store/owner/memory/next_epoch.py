@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from rayzero.errors import HandshakeError, StateLostError, StoreError
-from rayzero.kernels.kernel import STAMP, STAMP_BYTES
+from rayzero.kernels.stamps import STAMP, STAMP_BYTES
 from rayzero.layout.model_layout import Shard
 from rayzero.memory.planner import check_shared, undo_bytes
 from rayzero.owner.owned_model import choose_rule
