@@ -155,7 +155,7 @@ def shards_path(gradient: Tensor) -> Path:
         kernel=NativeKernel.name,
     )
     rule = AdamRule(spec, decoupled=True)
-    owned = allocate(spec, range(len(layout.shards)), rule.state_kinds, HostMemory(), splits=rule.splits)
+    owned = allocate(spec, range(len(layout.shards)), rule.state_kinds, HostMemory(), room=None, splits=rule.splits)
     work = [(shard, shard_work(shard, gradient, spec)) for shard in owned.values()]
 
     def run() -> None:

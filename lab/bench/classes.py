@@ -80,7 +80,7 @@ class Updates:
             run="bench", layout=layout, world_size=1, optimizer=path_of(cls), hyper=(hyper,), group_of=groups
         )
         self._rule = ClassRule(spec, cls)
-        owned = allocate(spec, range(len(layout.shards)), (), HostMemory(), room=self._rule.room)
+        owned = allocate(spec, range(len(layout.shards)), (), HostMemory(), room=self._rule.room, splits=False)
         largest = max(_updated(shard) for shard in owned.values())
         words, kept = (
             torch.zeros(2, dtype=torch.int64, device="cpu"),

@@ -325,8 +325,8 @@ def allocate(
     kinds: Sequence[str],
     memory: HostMemory,
     *,
-    room: Callable[[Shard], int] | None = None,
-    splits: bool = False,
+    room: Callable[[Shard], int] | None,
+    splits: bool,
     device: DeviceStates | None = None,
 ) -> dict[int, OwnedShard]:
     """Allocate the tensors of an owner's shards (ascending), one block per dtype and kind.

@@ -76,16 +76,21 @@ class Seen:
         return sum(size for (_, tier), size in self.kinds.items() if tier in tiers)
 
 
-def counted(address: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    """What an exporter says once it has counted pages anew: it does so at most every five seconds."""
+def counted(address: str, pid: int) -> Seen:
+    """What an exporter says, and what the kernel counts at that time. An exporter counts pages at most every five
+    seconds: what it counted while the last step still ran is left out."""
     deadline = time.monotonic() + 60
     while True:
         series = series_of(get(f"http://{address}/metrics"))
-        pss = series[PROCESS_MEMORY_BYTES.name, (("kind", "pss"),)]
-        if pss != series[MEMORY_BYTES.name, (("kind", "process"), ("tier", "ram"))]:
-            return series
-        assert time.monotonic() < deadline
+        kernel, pss = psutil.Process(pid).memory_full_info().pss, series[PROCESS_MEMORY_BYTES.name, (("kind", "pss"),)]
+        begun = pss != series[MEMORY_BYTES.name, (("kind", "process"), ("tier", "ram"))]
+        if begun and abs(pss - kernel) < 0.01 * kernel:
+            break
+        assert time.monotonic() < deadline, (begun, pss, kernel)
         time.sleep(0.2)
+    told = [(dict(pairs), value) for (name, pairs), value in series.items() if name == MEMORY_BYTES.name]
+    kinds = {(of["kind"], of["tier"]): value for of, value in told}
+    return Seen(kinds, pss=kernel, pss_shm=rollup(pid, "Pss_Shmem"))
 
 
 def look(storage: Path) -> dict[str, Seen]:
@@ -95,16 +100,8 @@ def look(storage: Path) -> dict[str, Seen]:
     for target in record["telemetry"]["targets"]:
         labels = target["labels"]
         who = " ".join(labels[name] for name in ("role", "rank", "actor") if name in labels)
-        if who not in pids:
-            continue  # the coordinator: no record has its pid, and it has no model
-        series = counted(target["address"])
-        kinds = {}
-        for (name, pairs), value in series.items():
-            of = dict(pairs)
-            if name == MEMORY_BYTES.name:
-                kinds[of["kind"], of["tier"]] = value
-        kernel = psutil.Process(pids[who]).memory_full_info()
-        found[who] = Seen(kinds, pss=kernel.pss, pss_shm=rollup(pids[who], "Pss_Shmem"))
+        if who in pids:  # no record has the coordinator's pid, and it has no model
+            found[who] = counted(target["address"], pids[who])
     return found
 
 

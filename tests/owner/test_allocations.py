@@ -64,7 +64,7 @@ def test_a_norm_part_allocates_nothing(kernel: str, ranks: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 def test_landing_a_push_allocates_nothing(accumulation_steps: int, dtype: torch.dtype) -> None:
     spec = make_spec(1, dtypes=[dtype] * 3, accumulation_steps=accumulation_steps)
-    shards = allocate(spec, range(11), (), HostMemory())
+    shards = allocate(spec, range(11), (), HostMemory(), room=None, splits=False)
     rank = RankGradients(0, list(shards.values()), spec)
     owned, landing = shards[3], rank.landings[3]
     assert isinstance(landing, Landing)

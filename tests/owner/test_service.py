@@ -684,7 +684,7 @@ def test_padding_stays_zero_whatever_ranks_send() -> None:
 
 def test_what_an_fp32_unit_publishes_is_its_master() -> None:
     spec = make_spec(dtypes=[torch.float32, BF16, torch.float32], frozen=[2])
-    shards = allocate(spec, range(11), ("exp_avg",), HostMemory())
+    shards = allocate(spec, range(11), ("exp_avg",), HostMemory(), room=None, splits=False)
     assert shards[0].params is shards[0].master
     assert shards[2].master is not None
     assert shards[2].params.dtype is BF16
@@ -693,7 +693,7 @@ def test_what_an_fp32_unit_publishes_is_its_master() -> None:
 
 
 def test_a_shard_only_makes_moves_of_its_table() -> None:
-    (owned, *_) = allocate(make_spec(), range(1), (), HostMemory()).values()
+    (owned, *_) = allocate(make_spec(), range(1), (), HostMemory(), room=None, splits=False).values()
     with pytest.raises(StoreError, match="shard 0 of 'emb' cannot go"):
         owned.move(ShardState.UPDATING)
     for state in (ShardState.PUBLISHED, ShardState.DECIDED, ShardState.UPDATING, ShardState.PUBLISHED):

@@ -218,7 +218,7 @@ def _take_in(
     try:
         rule = choose_rule(spec)
         numbers = [each.index for each in shards]
-        owned = allocate(spec, numbers, rule.state_kinds, memory, room=rule.room)
+        owned = allocate(spec, numbers, rule.state_kinds, memory, room=rule.room, splits=rule.splits)
         for source, theirs in away.items():
             source.give({shard.index: carried(new, owned[shard.index]) for shard in theirs})
         for each in owned.values():
