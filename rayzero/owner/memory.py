@@ -40,7 +40,7 @@ class ShardJournal(Protocol):
 
 
 class ShardRoom(Protocol):
-    """The memory of one record, of which only as much is kept as the record uses."""
+    """Memory of a shard of which only as much is kept as is used: a record's, or a total's."""
 
     def restore(self) -> None:
         """All of it can be written again. Raises MemoryPlanError if there is no room any more."""
@@ -79,6 +79,10 @@ class HostMemory:
     def total_line(self, shard: int) -> TotalLine:
         """Where a shard's total is noted."""
         return TotalLine()
+
+    def total_room(self, shard: int) -> ShardRoom | None:
+        """The room of a shard's total, after that was allocated; None: it is always there."""
+        return None
 
     def journal(self, shard: int) -> ShardJournal | None:
         """The journal of a trained shard; None: this memory ends with the process."""

@@ -272,7 +272,7 @@ class ShardService:
             original.update(owned.original_bytes)
             for kind, size in owned.memory_bytes.items():
                 held[kind, (memory if kind == "param" else states).tier] += size
-            if owned.total is not None:
+            if owned.total is not None and owned.total_there:
                 held["grad", memory.tier] += owned.total.nbytes
         for rank in set(parts.contributions.ranks.values()):
             held["grad", "ram"] += rank.landing_bytes

@@ -41,6 +41,7 @@ class Updater:
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._on_error = on_error
         self._abandoned = False
+        self._idle: tuple[float, Task] | None = None
         self._thread = threading.Thread(target=self._run, args=(threads,), name=name, daemon=True)
         self._thread.start()
         _running.add(self)
@@ -54,6 +55,10 @@ class Updater:
         """Queue a task. Tasks submitted after ``close`` do not run."""
         self._tasks.put(task)
 
+    def when_idle(self, seconds: float, task: Task) -> None:
+        """Whenever there was nothing to run for so long, run ``task`` once. It takes the place of the last one."""
+        self._idle = seconds, task
+
     def close(self) -> None:
         """Run the queued tasks, then end the thread. Idempotent; must not be called from a task."""
         self._tasks.put(None)
@@ -66,13 +71,22 @@ class Updater:
         self._thread.join()
 
     def _run(self, threads: int) -> None:
-        while (task := self._tasks.get()) is not None and not self._abandoned:
+        rests = False  # since a task ran
+        while (task := self._next(rests)) is not None and not self._abandoned:
+            rests = self._idle is not None and task is self._idle[1]
             use_torch_threads(threads)
             try:
                 task()
             except Exception as exc:  # the supervision loop of everything an owner computes
                 self._on_error(exc)
             del task  # it may hold gradients, and the next one may come late
+
+    def _next(self, rests: bool) -> Task | None:
+        idle = None if rests else self._idle
+        try:
+            return self._tasks.get(timeout=None if idle is None else idle[0])
+        except queue.Empty:
+            return None if idle is None else idle[1]
 
 
 _running: weakref.WeakSet[Updater] = weakref.WeakSet()
@@ -125,6 +139,8 @@ class OwnedShard:
     class_states: Tensor | None = None  # 1D uint8: what a torch class keeps (classes/); where the master is
     total: Tensor | None = None  # 1D fp32: the ranks' gradients, added up; None: ranks' own memory is read
     total_line: TotalLine = field(default_factory=TotalLine)  # where the total is noted
+    total_room: ShardRoom | None = None  # of the total, if its memory can be given back
+    total_there: bool = field(default=True, init=False)  # the total's memory can be written
     room: ShardRoom | None = None  # of a record whose memory can be given back
     journal: ShardJournal | None = None  # only for a trained shard in memory that outlives the process
     filled: int = field(init=False)  # elements that are not padding
@@ -200,6 +216,8 @@ class OwnedShard:
     def take_over(self, left: FormerShard) -> None:
         """Continue what a former life of the owner has left in this memory."""
         self.published, self.content, self.newest = left.published, left.content, left.applied
+        if self.total_room is not None:
+            self.total_room.restore()  # a former life may have given it back
         if left.slices:
             self.steps = [count for count, _ in left.slices]
             self.groups = tuple(group for _, group in left.slices)
@@ -371,6 +389,7 @@ def allocate(
         )
     for index, total in (memory.state(_sizes(trained), torch.float32) if has_totals(spec.world_size) else {}).items():
         found[index].total, found[index].total_line = total, memory.total_line(index)
+        found[index].total_room = memory.total_room(index)
     return found
 
 

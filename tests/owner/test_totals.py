@@ -19,6 +19,8 @@ from rayzero.owner.gradients import contributions
 from rayzero.owner.gradients.landing import RoundLanding
 from rayzero.protocol.gradient_sum import total_word
 from rayzero.protocol.messages import ATTEMPTS, Clamp, FinishReport, ModelSpec
+from rayzero.telemetry.names import MEMORY_BYTES
+from rayzero.telemetry.recorder import MemoryRecorder
 
 
 @pytest.fixture(autouse=True)
@@ -394,3 +396,63 @@ def test_a_later_life_may_go_on_behind_the_rounds_that_the_total_has() -> None:
             require_rounds(owner, shard.index, rounds)
     of_one = [word for shard, word in told if shard == 0]
     assert of_one == [total_word(0, 0, number) for number in (1, 2, 3)]
+
+
+class Room:
+    """Of a total: what became of its memory."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def restore(self) -> None:
+        self.seen.append("restore")
+
+    def give_back(self, used: int) -> None:
+        assert used == 0
+        self.seen.append("give back")
+
+
+def test_totals_are_given_back_between_two_steps_and_never_while_they_are_needed() -> None:
+    spec = make_spec(2)
+    grads = of_ranks(spec)
+    recorder = MemoryRecorder()
+    with owner_of(spec, recorder=recorder) as owner:
+        sums = owner.service._attached().contributions.sums
+        owned = [shard for shard in owner.service._attached().model.shards.values() if shard.trainable]
+        rooms = {shard.shard.index: Room() for shard in owned}
+        for shard in owned:
+            shard.total_room = rooms[shard.shard.index]
+
+        def rest() -> float:
+            """The owner has nothing to do; returns the bytes of totals that it says it has."""
+            owner.service._updater.submit(sums.give_back_totals)
+            drain(owner)
+            return recorder.gauges()[MEMORY_BYTES][("kind", "grad"), ("tier", "ram")] - sums.spare.bytes
+
+        def seen() -> list[list[str]]:
+            found = [room.seen[:] for room in rooms.values()]
+            for room in rooms.values():
+                room.seen.clear()
+            return found
+
+        assert (rest(), rest()) == (0, 0)
+        assert seen() == [["give back"]] * len(rooms), "before the first step"
+        for step in range(2):
+            for rank, mine in enumerate(grads):
+                owner.push(rank, mine, step)
+            drain(owner)
+            assert rest() > 0
+            assert seen() == [["restore"]] * len(rooms), "the open step's are needed"
+            owner.collect(step).result(WAIT)
+            rest()
+            assert seen() == [[]] * len(rooms)
+            for shard in spec.layout.shards:
+                require_sum(owner, shard.index, grads)
+            owner.service.apply(owner.decision(step)).result(WAIT)
+            drain(owner)
+            if step:  # owners change: the memory will be others'
+                owner.service._updater.submit(sums.stand_still)
+                assert rest() > 0
+                sums.go_on()
+            assert rest() == 0
+            assert seen() == [["give back"]] * len(rooms)

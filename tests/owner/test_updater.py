@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
@@ -52,6 +53,31 @@ def test_its_count_is_its_threads_and_never_the_process_s(monkeypatch: pytest.Mo
     updater.submit(lambda: counts.append(torch.get_num_threads()))
     updater.close()
     assert (counts, asked) == ([before + 1], [])
+
+
+def test_an_idle_thread_runs_its_idle_task_once_after_each_pause() -> None:
+    seen: list[str] = []
+    rested, again = threading.Event(), threading.Event()
+    updater = Updater("test", 1, lambda exc: seen.append(repr(exc)))
+
+    def rest() -> None:
+        seen.append("rest")
+        updater.when_idle(0.0, later)
+        rested.set()
+
+    def later() -> None:
+        seen.append("later")
+        again.set()
+
+    updater.when_idle(0.0, rest)
+    updater.submit(lambda: seen.append("task"))
+    assert rested.wait(20)
+    time.sleep(0.05)
+    assert seen == ["task", "rest"]
+    updater.submit(lambda: seen.append("next"))
+    assert again.wait(20)
+    updater.close()
+    assert seen == ["task", "rest", "next", "later"]
 
 
 def test_a_task_that_raises_is_told_and_the_next_one_runs() -> None:

@@ -22,6 +22,7 @@ from rayzero.kernels import splits_masters
 from rayzero.layout.model_layout import ModelLayout, lay_out_unit
 from rayzero.layout.shard_map import shard_map_for
 from rayzero.memory.planner import plan_owner
+from rayzero.owner.gradients import shard_sums
 from rayzero.protocol.messages import MEAN_BYTES, MeanInput, ModelSpec
 from rayzero.slabs.sweep import SHARED_MEMORY, list_slabs
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
@@ -37,9 +38,10 @@ from rayzero.telemetry.names import TRANSFER_BYTES
 from rayzero.telemetry.recorder import MemoryRecorder, NullRecorder
 from rayzero.testing import run_ranks
 from tests.support import needs
+from tests.support.waiting import until
 
 from .stores import TOKEN, serving
-from .toy import WAIT, Rank, initial_values, make_spec, masters, random_grads, start, take_step
+from .toy import WAIT, Rank, equal, initial_values, make_spec, masters, random_grads, start, take_step
 
 pytestmark = needs.signals_between_processes
 
@@ -255,12 +257,8 @@ def test_a_directory_without_room_is_one_line_at_start(stack: ExitStack) -> None
     assert not [slab for slab in list_slabs() if "too-large" in slab.path.name]
 
 
-@pytest.mark.promise("bounded", "transports")
-@pytest.mark.parametrize("accumulation_steps", [1, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_memory_of_a_run_is_the_plans_within_5_percent(
-    stack: ExitStack, dtype: torch.dtype, accumulation_steps: int
-) -> None:
+def planned(stack: ExitStack, dtype: torch.dtype, accumulation_steps: int = 1) -> list[Rank]:
+    """Two ranks and two owners of 5.3M parameters."""
     shapes = ((700, 1024), (1024, 1031), (3, 5))
     units = tuple(
         lay_out_unit(i, f"u{i}", dtype, True, [(f"u{i}.{k}", shape) for k, shape in enumerate(shapes)])
@@ -282,9 +280,23 @@ def test_the_memory_of_a_run_is_the_plans_within_5_percent(
     ]
     for store in stores:
         stack.callback(store.close)
-    start(stores, spec)
+    return start(stores, spec)
+
+
+def planned_pages() -> int:
+    """Bytes of the pages that exist, not what sizes say."""
     slabs = [s for s in list_slabs() if s.header is not None and s.header.facts.run == "planned" and s.alive]
-    there = sum(slab.path.stat().st_blocks * 512 for slab in slabs)  # pages that exist, not what the size says
+    return sum(slab.path.stat().st_blocks * 512 for slab in slabs)
+
+
+@pytest.mark.promise("bounded", "transports")
+@pytest.mark.parametrize("accumulation_steps", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_memory_of_a_run_is_the_plans_within_5_percent(
+    stack: ExitStack, dtype: torch.dtype, accumulation_steps: int
+) -> None:
+    [rank, _] = planned(stack, dtype, accumulation_steps)
+    there, spec = planned_pages(), rank.spec
     shard_map = shard_map_for(spec.layout, 2, spec.shard_map)
     splits = splits_masters("auto", "fp32")
     plans = [
@@ -292,6 +304,26 @@ def test_the_memory_of_a_run_is_the_plans_within_5_percent(
         for k in range(2)
     ]
     assert there == pytest.approx(sum(plan.total for plan in plans), rel=0.05)
+
+
+@pytest.mark.promise("bounded")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_owners_that_stand_still_have_no_memory_for_totals(
+    stack: ExitStack, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for idle_s in (3600.0, 0.05):
+        monkeypatch.setattr(shard_sums, "IDLE_S", idle_s)
+        with ExitStack() as run:
+            ranks = planned(run, dtype)
+            totals = 4 * sum(shard.numel for shard in ranks[0].spec.layout.shards)
+            for step in range(3):
+                take_step(ranks, [random_grads(ranks[0].spec, 10 * step + rank) for rank in range(2)])
+                rest = planned_pages() - 0.95 * totals
+                if idle_s < 1:
+                    until(lambda most=rest: planned_pages() < most, WAIT, "totals were not given back")
+            found.append(masters(ranks[0], 3))
+    assert equal(*found)
 
 
 # ---- processes

@@ -5,6 +5,7 @@ A part is kept with what it was computed from, so that an outdated one is never 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress, groupby
@@ -26,6 +27,7 @@ from rayzero.protocol.gradient_sum import Gradient, KeptTotal, Summands, Total, 
 from rayzero.protocol.messages import ATTEMPTS, Clamp, Contribution, NormParts, Pushed
 from rayzero.telemetry.recorder import Recorder
 
+IDLE_S = 2.0  # without a task; shorter pauses are those of a step
 _NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 # What a norm part was computed from: the clamp of the sum, and (rank, generation of its landing) of each summand; where
 # there are totals, the step and summands.
@@ -84,6 +86,9 @@ class ShardSums:
         self._before = -(-self._world_size // GROUP) * GROUP
         self._stands = False  # no total is filled
         self.spare = SpareMemory()  # for what is pushed until it is in a total
+        self._restoring_s = 0.0  # spent since totals were given back
+        if any(shard.total_room is not None for shard in self.shards.values()):
+            updater.when_idle(IDLE_S, self.give_back_totals)
 
     # ---- totals
 
@@ -103,6 +108,36 @@ class ShardSums:
             stood, self._stands, collection = self._stands, False, self._step.collection
         if stood and collection is not None:
             self.sum_missing_later(collection)
+
+    def give_back_totals(self) -> None:
+        """Give the memory of totals back that no decision will read: of steps that are published. Call it in the
+        updater's thread, while there is nothing to do.
+
+        [Note: totals at rest] A run that stands still (an evaluation, a generation, a long forward) needs no totals;
+        the next pushes have their memory made again. The wait before the next time is a hundred times as long as that
+        took the last time, so it takes at most one hundredth of a run."""
+        with self._step.lock:
+            if self._stands:  # its memory may be another owner's from now on
+                return
+            shards = [shard for index, shard in self.shards.items() if self._is_spent(index, shard)]
+        for owned in shards:
+            if owned.total_room is not None and owned.total_there:
+                owned.total_there = False  # before its bytes change
+                owned.total_room.give_back(0)
+        self._updater.when_idle(max(IDLE_S, 100 * self._restoring_s), self.give_back_totals)
+        self._restoring_s = 0.0
+
+    def _is_spent(self, index: int, owned: OwnedShard) -> bool:
+        made = self._totals.get(index)
+        return made is None or made.step < owned.published
+
+    def _restore_total(self, owned: OwnedShard) -> None:
+        """A total is about to be filled."""
+        if owned.total_room is not None and not owned.total_there:
+            began = time.perf_counter()
+            owned.total_room.restore()
+            owned.total_there = True
+            self._restoring_s += time.perf_counter() - began
 
     # ---- norm parts: computed in the updater's thread
 
@@ -159,6 +194,8 @@ class ShardSums:
         pass over the total squares it."""
         while (next_pass := self._next_pass(owned, total, step)) is not None:
             adds = next_pass.round
+            if adds is not None:
+                self._restore_total(owned)
             kept = owned.total_line.keeps(total) if adds is not None and adds.number else None
             if adds is not None and adds.number + 1 < self._planned and next_pass.early:
                 self._add_round(owned, total, next_pass, kept)

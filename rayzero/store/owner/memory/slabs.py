@@ -27,10 +27,10 @@ TENSORS = ("params", "state")  # the roles of slabs with tensors
 
 
 class SlabRoom:
-    """The memory of one record in a slab. A ``ShardRoom`` (owner/memory.py)."""
+    """The memory of one record, or total, in a slab. A ``ShardRoom`` (owner/memory.py)."""
 
     def __init__(self, slab: Slab, offset: int, size: int) -> None:
-        """``offset``: of the record, in bytes from the slab's start; ``size``: the most that it can need."""
+        """``offset``: in bytes from the slab's start; ``size``: the most that is needed."""
         self._slab, self._offset, self._size = slab, offset, size
 
     def restore(self) -> None:
@@ -168,6 +168,12 @@ class OwnerSlabs(HostMemory):
     def total_line(self, shard: int) -> TotalLine:
         """See ``HostMemory.total_line``."""
         return TotalLine() if self._totals is None else self._totals.line(shard)
+
+    def total_room(self, shard: int) -> SlabRoom:
+        """See ``HostMemory.total_room``."""
+        arena = self._state[-1]  # totals come last
+        place = arena.plan.places[shard]
+        return SlabRoom(arena.slabs[place.slab], place.offset, place.bytes)
 
     def journal(self, shard: int) -> LineJournal | None:
         """See ``HostMemory.journal``."""
