@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import rayzero
+from lab.bench.work import Precision
 from rayzero import ZeroConfig
 from rayzero.engine.context import RankContext
 from rayzero.errors import HandshakeError
@@ -60,7 +61,13 @@ def base() -> nn.Module:
 
 
 def loop(
-    context: RankContext, model: nn.Module, folder: Path, steps: int, backwards: int = 1, keeps: int = sys.maxsize
+    context: RankContext,
+    model: nn.Module,
+    folder: Path,
+    steps: int,
+    backwards: int = 1,
+    keeps: int = sys.maxsize,
+    precision: Precision = "fp32",
 ) -> Any:
     """Train ``steps`` steps of ``backwards`` each, in whichever life: until the file "end" says how many steps, if
     ``steps`` is 0. ``keeps``: how many losses and means it remembers."""
@@ -71,6 +78,7 @@ def loop(
         units=["Block", "Embedding"],
         shard_bytes="16KiB",  # large units have shards of several owners
         gradient_accumulation_steps=backwards,
+        precision=precision,
     )
     model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), config)
     scheduler, seen = torch.optim.lr_scheduler.StepLR(optimizer, 50, 0.9), Seen()
@@ -81,7 +89,7 @@ def loop(
         for part in range(backwards):
             seed = 1000 * step + RANKS * part + context.rank
             tokens = torch.randint(64, (8, 17), generator=torch.Generator().manual_seed(seed))
-            loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+            loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
             (loss / backwards).backward()
         seen.losses = [*seen.losses, loss.item()][-keeps:]
         if step % 2:

@@ -6,6 +6,7 @@ Every run must end with the bits of one that was not disturbed, and leave nothin
     scripts/soak faults --scale --count 200 --each 5            # mostly other numbers of owners, and faults meanwhile
     scripts/soak faults --scale --apart --count 100 --each 2    # owners 1 and 3 share no memory with the others
     scripts/soak faults --apart --backwards 3 --count 100       # gradients are added up over three backwards
+    scripts/soak faults --scale --precision bf16 --count 200    # masters are kept split
     scripts/soak faults --slope                                 # what 5,000 steps with 50 kills leave in memory
 
 A run has 2 ranks and 1 to 3 owners, each a process, and a training loop with everything in it that can be cut: norm,
@@ -353,16 +354,16 @@ class Disturber(threading.Thread):
 
 
 class Undisturbed:
-    """The results of undisturbed runs, by number of steps. ``backwards``: in a step."""
+    """The results of undisturbed runs, by number of steps. ``train``: ``loop`` without its folder and steps."""
 
-    def __init__(self, backwards: int) -> None:
-        self.backwards = backwards
+    def __init__(self, train: Callable[..., Any]) -> None:
+        self.train = train
         self._known: dict[int, Any] = {}
 
     def at(self, steps: int) -> Any:
         if steps not in self._known:
             with tempfile.TemporaryDirectory() as folder:
-                one = functools.partial(loop, model=base(), folder=Path(folder), steps=steps, backwards=self.backwards)
+                one = functools.partial(self.train, folder=Path(folder), steps=steps)
                 self._known = {steps: run_ranks(one, RANKS, 1, threads=1)}
         return self._known[steps]
 
@@ -420,9 +421,7 @@ def play(case: Case, undisturbed: Undisturbed, *, apart: bool = False) -> tuple[
         disturber.start()
         results = None
         try:
-            one: Callable[[RankContext], Any] = functools.partial(
-                loop, model=base(), folder=folder, steps=0, backwards=undisturbed.backwards
-            )
+            one: Callable[[RankContext], Any] = functools.partial(undisturbed.train, folder=folder, steps=0)
             results = run_ranks(
                 one,
                 RANKS,
@@ -478,6 +477,7 @@ def main() -> int:
     parser.add_argument("--scale", action="store_true", help="mostly other numbers of owners, and faults meanwhile")
     parser.add_argument("--apart", action="store_true", help="some owners share no memory with anybody else")
     parser.add_argument("--backwards", type=int, default=1, help="in a step")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="in bf16, masters are kept split")
     parser.add_argument("--slope", action="store_true", help="what many steps with many deaths leave in memory")
     parser.add_argument("--steps", type=int, default=5000, help="of --slope")
     parser.add_argument("--kills", type=int, default=50, help="of --slope")
@@ -485,7 +485,8 @@ def main() -> int:
     if given.slope:
         return fault_slope.main(given.steps, given.kills)
     runs = range(-(-given.count // given.each)) if given.run is None else [given.run]
-    undisturbed, seconds, failed = Undisturbed(given.backwards), defaultdict(list), 0
+    train = functools.partial(loop, model=base(), backwards=given.backwards, precision=given.precision)
+    undisturbed, seconds, failed = Undisturbed(train), defaultdict(list), 0
     play(Case(1, ()), undisturbed)  # starts the server of processes, which stays
     for run in runs:
         wrong, took = play(Case.draw(given.seed, run, given.each, scales=given.scale), undisturbed, apart=given.apart)
@@ -494,6 +495,7 @@ def main() -> int:
         failed += bool(wrong)
         kind = " --scale" * given.scale + " --apart" * given.apart
         kind += f" --backwards {given.backwards}" * (given.backwards > 1)
+        kind += f" --precision {given.precision}" * (given.precision != "fp32")
         replay = f"scripts/soak faults{kind} --seed {given.seed} --each {given.each} --run {run}"
         print(f"{replay}: {len(took)} faults, " + ("equal" if not wrong else "; ".join(wrong[:6])), flush=True)
     rows = table(seconds)
