@@ -27,6 +27,7 @@ from lab.simulation.ranks import Compute
 from rayzero.config import ZeroConfig
 from rayzero.engine.prepare import plan_units
 from rayzero.engine.units.partition import UnitPlan
+from rayzero.kernels import splits_masters
 from rayzero.layout.shard_map import shard_map_for
 from rayzero.memory.planner import plan_owner
 
@@ -150,7 +151,7 @@ def point(run: Run, plan: UnitPlan, model: str, way: str, tokens: int) -> Point:
     shards = shard_map_for(plan.layout, owners, run.zero.shard_map)
     largest = max(range(owners), key=shards.bytes_of)
     began = time.perf_counter()
-    owner = plan_owner(plan.layout, shards, largest, ranks, 1)
+    owner = plan_owner(plan.layout, shards, largest, ranks, 1, splits=splits_masters(run.zero.kernel, run.zero.moments))
     found = simulate(run, steps=3, resolution=RESOLUTION * sum(run.compute.forward))
     return Point(
         model=model,

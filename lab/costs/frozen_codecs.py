@@ -22,6 +22,7 @@ from rayzero.config import CpuCompressionMethod, ZeroConfig
 from rayzero.config.zero import Precision
 from rayzero.engine.context import RankContext, running_in
 from rayzero.engine.prepare import COMPUTE_DTYPES, plan_units
+from rayzero.kernels import splits_masters
 from rayzero.layout.shard_map import shard_map_for
 from rayzero.memory.planner import plan_owner
 from rayzero.memory.process_memory import process_memory
@@ -67,7 +68,8 @@ def measure(method: str, precision: Precision, width: int, blocks: int, rows: in
     room = (blocks // 4 + 1) * 8 * width * width * dtype.itemsize  # a quarter of the blocks and one
     config = ZeroConfig(precision=precision, cpu_compression=method, gpu_param_memory_budget=room)
     layout = plan_units(model, config).layout
-    plan = plan_owner(layout, shard_map_for(layout, 1, "balanced"), 0, 1, 1, own_gradients=True)
+    splits = splits_masters(config.kernel, config.moments)
+    plan = plan_owner(layout, shard_map_for(layout, 1, "balanced"), 0, 1, 1, splits=splits, own_gradients=True)
     gc.collect()  # the last run's memory
     with running_in(RankContext()) as context:
         before = process_memory().shm

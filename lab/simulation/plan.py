@@ -40,6 +40,7 @@ def simulate_plan(planned: RecipePlan, measured: Measured) -> Simulated:
         planned.hardware,
         measured,
         state_bytes=work.state_bytes,
+        splits=work.splits,
     )
 
 

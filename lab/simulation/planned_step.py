@@ -30,14 +30,15 @@ def simulate_step(
     measured: Measured,
     *,
     state_bytes: float,
+    splits: bool,
 ) -> Simulated:
     """Simulate a step on these hosts. measured: kernels and RayZero's own code; speeds of the hosts are the plan's. A
     unit computes by its share of the elements, at the hosts' peak. Between hosts bytes are encrypted, as by default.
-    state_bytes: of the optimizer's states, per element.
+    state_bytes: of the optimizer's states, per element. splits: see ``plan_owner``.
     Raises ConfigError if costs of the transport were not measured, UnsupportedError for what cannot be simulated."""
     hosts = hardware.hosts
     ranks, owners = tuple(hosts_of_ranks(scaling, hosts)), tuple(hosts_of_owners(zero, scaling, hosts))
-    traffic = step_traffic(layout, work, zero, scaling, state_bytes=state_bytes)
+    traffic = step_traffic(layout, work, zero, scaling, state_bytes=state_bytes, splits=splits)
     alone = len({*ranks, *owners}) == 1
     transport: Transport = "shm" if shares_memory(zero) else "grpc"
     machine = replace(

@@ -87,7 +87,7 @@ def plan_owner(
     accumulation_steps: int,
     *,
     state_bytes: float | Callable[[Shard], int] = 8.0,
-    splits: bool = False,
+    splits: bool,
     own_gradients: bool = False,
     measures_norms: bool = False,
     copies: int = 0,

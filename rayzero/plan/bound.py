@@ -83,7 +83,7 @@ def step_traffic(
     scaling: ScalingConfig,
     *,
     state_bytes: float,
-    splits: bool = False,
+    splits: bool,
     update_work: Sequence[int] | None = None,
     product_work: Sequence[int] = (),
 ) -> StepTraffic:

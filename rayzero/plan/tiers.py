@@ -182,7 +182,7 @@ def plan_bytes(
     hosts: Hosts,
     *,
     state_bytes: float | Callable[[Shard], int],
-    splits: bool = False,
+    splits: bool,
     programs: Programs,
     measures_norms: bool = False,
     outlives_owners: bool = False,

@@ -168,6 +168,7 @@ def planned() -> RunBytes:
         SCALING,
         Hosts(),
         state_bytes=8,
+        splits=False,
         programs=Programs(rank=0, owner=0, coordinator=0, files=0),
         measures_norms=True,
     )

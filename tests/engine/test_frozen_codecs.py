@@ -178,7 +178,7 @@ def test_the_plan_says_what_owners_keep(method: str, dtype: torch.dtype) -> None
     config = ZeroConfig(precision=precision, cpu_compression=method, units=("Linear",))
     held, _ = kept_and_planned(dtype, config)
     layout = plan_units(wide(dtype), config).layout
-    plan = plan_owner(layout, shard_map_for(layout, 1, "balanced"), 0, 1, 1)
+    plan = plan_owner(layout, shard_map_for(layout, 1, "balanced"), 0, 1, 1, splits=splits_masters("auto", "fp32"))
     if method == "lossless":
         assert held < plan.params
     else:

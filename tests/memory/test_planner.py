@@ -52,9 +52,10 @@ def plan(
     ranks: int = 1,
     steps: int = 1,
     state_bytes: float = 8.0,
+    splits: bool = False,
 ) -> OwnerPlan:
     shard_map = shard_map_for(layout, owners, "balanced")
-    return plan_owner(layout, shard_map, owner, ranks, steps, state_bytes=state_bytes)
+    return plan_owner(layout, shard_map, owner, ranks, steps, state_bytes=state_bytes, splits=splits)
 
 
 # ---- the equation -----------------------------------------------------------------------------------------------
@@ -123,7 +124,9 @@ def test_a_frozen_unit_that_its_dtype_would_round_has_a_master_more() -> None:
 def test_norms_are_measured_with_the_largest_trained_shard_in_fp32() -> None:
     layout = layout_of((4096, torch.bfloat16, False), (320, torch.bfloat16, True), shard_numel=2048)
     shards = shard_map_for(layout, 1, "balanced")
-    without, measures = (plan_owner(layout, shards, 0, 2, 1, measures_norms=measures) for measures in (False, True))
+    without, measures = (
+        plan_owner(layout, shards, 0, 2, 1, splits=False, measures_norms=measures) for measures in (False, True)
+    )
     assert (without.norms, measures.norms) == (0, 4 * 320)
     assert measures.total == without.total + 4 * 320
     assert "norms 1.25 KiB" in measures.describe()
@@ -159,16 +162,17 @@ def test_the_owners_plans_add_up_to_the_model(described: list[Described], owners
     st.integers(1, 3),
     st.integers(1, 3),
     st.sampled_from(["fp32", "bf16", "int8"]),
+    st.booleans(),
 )
 def test_a_plan_is_what_the_owner_allocates(
-    described: list[Described], owners: int, ranks: int, steps: int, moments: str
+    described: list[Described], owners: int, ranks: int, steps: int, moments: str, splits: bool
 ) -> None:
-    layout = layout_of(*described)
+    layout, splits = layout_of(*described), splits and moments == "fp32"
     for owner in range(owners):
         shards = shard_map_for(layout, owners, "balanced").shards_of(owner)
         kinds, groups = ("exp_avg", "exp_avg_sq"), ((0,),) * len(layout.units)
         spec = make_spec(ranks, accumulation_steps=steps, layout=layout, group_of=groups, moments=moments)
-        owned = list(allocate(spec, shards, kinds, HostMemory()).values())
+        owned = list(allocate(spec, shards, kinds, HostMemory(), room=None, splits=splits).values())
         gradients = [RankGradients(rank, owned, spec) for rank in range(ranks)]
         tensors = [tensor for shard in owned for tensor in (shard.params, shard.master)]
         tensors += [tensor for shard in owned for moment in shard.states.values() for tensor in moment.tensors]
@@ -178,7 +182,13 @@ def test_a_plan_is_what_the_owner_allocates(
         tensors += [tensor for rank in gradients for tensor in all_staging(rank)]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}
         planned = plan(
-            layout, owner=owner, owners=owners, ranks=ranks, steps=steps, state_bytes=2 * moment_bytes(moments)
+            layout,
+            owner=owner,
+            owners=owners,
+            ranks=ranks,
+            steps=steps,
+            state_bytes=2 * moment_bytes(moments),
+            splits=splits,
         )
         pools = (
             planned.gradients - 4 * sum(s.shard.numel for s in owned if s.trainable) if ranks > 1 else 0

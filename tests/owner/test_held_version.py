@@ -210,7 +210,7 @@ def test_an_owner_that_closes_waits_for_no_disk(tmp_path: Path, monkeypatch: pyt
 def test_the_plan_names_copies_and_no_more_than_masters_and_moments(budget: int, planned: int) -> None:
     spec = make_spec(1)
     layout = spec.layout
-    plan = plan_owner(layout, shard_map_for(layout, 1, "balanced"), 0, 1, 1, copies=budget)
+    plan = plan_owner(layout, shard_map_for(layout, 1, "balanced"), 0, 1, 1, splits=False, copies=budget)
     trained = sum(shard.numel for shard in layout.shards if layout.units[shard.unit].trainable)
     assert plan.copies == (planned if budget < trained * 12 else trained * planned)
     assert plan.total == plan.params + plan.master + plan.moments + plan.gradients + plan.staging + plan.copies

@@ -49,7 +49,9 @@ def planned(
     programs: Programs = NOTHING,
     dtype: torch.dtype = torch.bfloat16,
 ) -> RunBytes:
-    return plan_bytes(four_layers(dtype), WORK, zero, scaling, hardware.hosts, state_bytes=8, programs=programs)
+    return plan_bytes(
+        four_layers(dtype), WORK, zero, scaling, hardware.hosts, state_bytes=8, splits=False, programs=programs
+    )
 
 
 BF16 = ZeroConfig(precision="bf16")
@@ -103,7 +105,7 @@ def test_cpu_ranks_decode_what_is_kept_encoded_into_memory_of_their_own() -> Non
     two = ScalingConfig(num_workers=2, num_optimizers=2)
     for budget, decoded in ((1 << 20, 3 * UNIT), (2 * UNIT, 2 * UNIT)):
         zero = BF16.replace(gpu_param_memory_budget=budget)
-        run = plan_bytes(layout, WORK, zero, two, CPU_HOST.hosts, state_bytes=8, programs=NOTHING)
+        run = plan_bytes(layout, WORK, zero, two, CPU_HOST.hosts, state_bytes=8, splits=False, programs=NOTHING)
         assert run.hosts[0].compute == 2 * (7100 + decoded)
     coded = 64 * 64 // 256 * 260 + 64  # a record with its header
     assert sum(owner.params for owner in run.owners) == 3 * coded + UNIT
@@ -113,7 +115,9 @@ def test_activations_that_leave_a_gpu_wait_in_host_memory_and_on_cpus_they_only_
     offloaded = replace(WORK, backward_peak_bytes=3000, forward_peak_bytes=2000, offloaded_host_bytes=4500)
     two = ScalingConfig(num_workers=2, num_optimizers=2)
     on_gpus, here = (
-        plan_bytes(four_layers(), offloaded, BF16, scaling, machine.hosts, state_bytes=8, programs=NOTHING)
+        plan_bytes(
+            four_layers(), offloaded, BF16, scaling, machine.hosts, state_bytes=8, splits=False, programs=NOTHING
+        )
         for machine, scaling in ((GPU_HOSTS, two.replace(use_gpu=True)), (CPU_HOST, two))
     )
     assert (on_gpus.device.peak, on_gpus.hosts[0].activations) == (6 * UNIT + 3100, 2 * 4500)
@@ -187,7 +191,15 @@ def test_ranks_keep_gradients_for_owners_elsewhere_where_owners_are_replaced() -
     def kept(**fields: Any) -> int:
         zero = BF16.replace(**fields)
         run = plan_bytes(
-            layout, WORK, zero, scaling, CPU_HOST.hosts, state_bytes=8, programs=NOTHING, outlives_owners=True
+            layout,
+            WORK,
+            zero,
+            scaling,
+            CPU_HOST.hosts,
+            state_bytes=8,
+            splits=False,
+            programs=NOTHING,
+            outlives_owners=True,
         )
         assert run.hosts[0].of_ranks >= run.hosts[0].kept
         return run.hosts[0].kept

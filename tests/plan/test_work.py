@@ -85,6 +85,7 @@ def test_planned_device_bytes_are_those_of_a_real_step(name: str) -> None:
         rayzero.ScalingConfig(num_workers=1, num_optimizers=1),
         CPU_HOST.hosts,
         state_bytes=8,
+        splits=False,
         programs=Programs(rank=0, owner=0, coordinator=0, files=0),
     ).device
     with running_in(RankContext()):

@@ -26,14 +26,14 @@ FOUR = ScalingConfig(num_workers=4, num_optimizers=4, use_gpu=True)
 
 
 def simulated(zero=BF16, hardware=GPU_HOSTS, measured=MEASURED):
-    return simulate_step(four_layers(), {0}, WORK, zero, FOUR, hardware, measured, state_bytes=8)
+    return simulate_step(four_layers(), {0}, WORK, zero, FOUR, hardware, measured, state_bytes=8, splits=False)
 
 
 @pytest.mark.parametrize("hardware", [GPU_HOSTS, CPU_HOST])
 @pytest.mark.parametrize("overlap", ["none", "forward"])
 def test_no_simulated_step_beats_the_bound(hardware, overlap: str) -> None:
     zero = BF16.replace(overlap=overlap)
-    bound = bound_step(step_traffic(four_layers(), WORK, zero, FOUR, state_bytes=8), zero, FOUR, hardware)
+    bound = bound_step(step_traffic(four_layers(), WORK, zero, FOUR, state_bytes=8, splits=False), zero, FOUR, hardware)
     assert simulated(zero, hardware).seconds >= bound.seconds
 
 
