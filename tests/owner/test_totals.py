@@ -456,3 +456,6 @@ def test_totals_are_given_back_between_two_steps_and_never_while_they_are_needed
                 sums.go_on()
             assert rest() == 0
             assert seen() == [["give back"]] * len(rooms)
+        owner.service._updater.submit(sums.stand_still)
+        drain(owner)
+        assert seen() == [["restore"]] * len(rooms), "others read them"

@@ -99,6 +99,8 @@ class ShardSums:
 
     def stand_still(self) -> None:
         """Fill no total from now on. Call it in the updater's thread."""
+        for owned in self.shards.values():
+            self._restore_total(owned)  # the next owner on another host reads it
         with self._step.lock:
             self._stands = True
 
