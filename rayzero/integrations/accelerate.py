@@ -50,7 +50,7 @@ from rayzero.engine.prepare import is_prepared, prepare
 from rayzero.engine.units.partition import UnitRule
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.integrations.several_ranks import claim_process, values_of_ranks
-from rayzero.kernels.torch_classes.optimizer_class import Optimizers
+from rayzero.kernels.optimizer_class import Optimizers
 from rayzero.quantities import count
 
 __all__ = ["ZeroAccelerator"]

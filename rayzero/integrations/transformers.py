@@ -57,7 +57,7 @@ from rayzero.errors import CheckpointWriteError, ConfigError, UnsupportedError
 from rayzero.integrations.accelerate import ZeroAccelerator
 from rayzero.integrations.several_ranks import sum_over_ranks
 from rayzero.integrations.trainer_progress import TrainerProgress
-from rayzero.kernels.torch_classes.optimizer_class import Optimizers
+from rayzero.kernels.optimizer_class import Optimizers
 
 __all__ = ["Seq2SeqTrainer", "Trainer", "ZeroTraining", "save_pretrained"]
 

@@ -9,7 +9,7 @@ which ``ranks_here`` are ranks."""
 from __future__ import annotations
 
 from rayzero.store.host.door import DOOR_TRANSFERS
-from rayzero.store.host.transfers.batches import most_transfers
+from rayzero.store.host.transfer_calls import most_transfers
 from rayzero.store.owner.tensor_port import CONNECTIONS, ENTERING
 
 PROCESS = 192

@@ -23,8 +23,8 @@ from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
 from rayzero.engine.start.buffers import fill_buffers
 from rayzero.engine.units.param_unit import ParamUnit
 from rayzero.errors import CheckpointError
-from rayzero.kernels.torch_classes.optimizer_class import State
-from rayzero.kernels.torch_classes.optimizer_states import is_scalar, leaves, restored_state
+from rayzero.kernels.optimizer_class import State
+from rayzero.kernels.optimizer_states import is_scalar, leaves, restored_state
 from rayzero.layout.model_layout import ParamSlot
 from rayzero.protocol.messages import COMPUTE, MASTER
 

@@ -51,8 +51,8 @@ from rayzero.protocol.messages import (
     Write,
 )
 from rayzero.store.rank.connection import ChangingConnection, Connection, Joined, LeadLine, Transfers
-from rayzero.store.rank.memory.unit_windows import UnitWindows
 from rayzero.store.rank.pushes import Pushes, Route, route_of
+from rayzero.store.rank.unit_windows import UnitWindows
 from rayzero.store.traffic import tell_build
 from rayzero.store.wire.payload import require_flat
 from rayzero.telemetry.metric import Metric

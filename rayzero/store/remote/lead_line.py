@@ -42,7 +42,7 @@ from rayzero.store.host.lead_questions import LongPoll
 from rayzero.store.host.links.owner_link import OwnerLink
 from rayzero.store.host.stall import StallWatch
 from rayzero.store.rank.connection import Epochs
-from rayzero.store.rank.memory.shared_memory import SharedRank
+from rayzero.store.rank.shared_memory import SharedRank
 from rayzero.store.shm.recovery import loop_slabs
 from rayzero.store.shm.shared_plan import SharedPlan
 from rayzero.store.wire import translate

@@ -23,7 +23,7 @@ from rayzero.store.host.links.owner_link import AnyChannel, LinkUser, OwnerLink,
 from rayzero.store.host.publish_board import PublishBoard
 from rayzero.store.host.stall import StallWatch
 from rayzero.store.rank.connection import Epochs, GradientSender, Joined, nothing
-from rayzero.store.rank.memory.rank_memory import RankMemory
+from rayzero.store.rank.rank_memory import RankMemory
 from rayzero.store.rank.rank_store import closed_error
 from rayzero.store.remote.handshake import LEASE, Handshake
 from rayzero.store.remote.lead_line import LoopHistory, RemoteLead

@@ -20,11 +20,11 @@ from rayzero.store.host.links.owner_link import AnyChannel, OwnerLink, answers_o
 from rayzero.store.host.publish_board import PublishBoard
 from rayzero.store.host.push_order import PushOrder
 from rayzero.store.host.stall import Describe, StallWatch
-from rayzero.store.host.transfers.batches import TransferThreads
-from rayzero.store.host.transfers.wire import PushedUnit, WireTransfers
+from rayzero.store.host.transfer_calls import TransferThreads
+from rayzero.store.host.wire_transfers import PushedUnit, WireTransfers
 from rayzero.store.rank.connection import GradientSender
-from rayzero.store.rank.memory.gradient_region import GradientRegion
-from rayzero.store.rank.memory.shared_memory import SharedRank
+from rayzero.store.rank.gradient_region import GradientRegion
+from rayzero.store.rank.shared_memory import SharedRank
 from rayzero.store.shm.shared_plan import SharedPlan
 from rayzero.telemetry.recorder import Recorder
 

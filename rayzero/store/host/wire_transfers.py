@@ -33,12 +33,13 @@ from rayzero.store.host.links.owner_link import AnyChannel, LinkDownError, Owner
 from rayzero.store.host.publish_board import PublishBoard
 from rayzero.store.host.push_order import PushOrder
 from rayzero.store.host.stall import Describe, StallWatch
-from rayzero.store.host.transfers.batches import Batches, TransferThreads
-from rayzero.store.host.transfers.calls import (
+from rayzero.store.host.transfer_calls import (
+    Batches,
     Download,
     Move,
     Progress,
     Sending,
+    TransferThreads,
     bulk_deadline_s,
     download,
     holes_of,
