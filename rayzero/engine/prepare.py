@@ -21,7 +21,7 @@ from rayzero.config import ZeroConfig
 from rayzero.convert.weights import Weights, WeightSource
 from rayzero.engine.autograd.hooks import CastInputs, CopyEntries, UnitCalls, hook_units
 from rayzero.engine.autograd.touch import ShardedParameter, guard_classes, guard_for, require_keepable, route_zero_grad
-from rayzero.engine.checkpoint.save import (
+from rayzero.engine.checkpoint import (
     check_resume,
     chosen_resume,
     of_model,

@@ -40,7 +40,7 @@ from rayzero.protocol.messages import (
     Write,
     require_life,
 )
-from rayzero.store.host.stall import StallWatch
+from rayzero.store.host.waits import StallWatch
 from rayzero.store.owner.memory.slabs import OwnerSlabs
 from rayzero.store.rank.connection import Epochs, Joined
 from rayzero.store.rank.gradient_region import GradientRegion, gradient_memory, gradient_region

@@ -1,4 +1,4 @@
-"""What processes have open, counted, and what rayzero/store/file_counts.py says that they may have."""
+"""What processes have open, counted, and what rayzero/cluster/nodes/resources.py says that they may have."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import psutil
 import pytest
 from forked import forked
 
+from rayzero.cluster.nodes.resources import PROCESS, files_of_owner, files_of_rank, most_ranks, tensor_connections
 from rayzero.concurrency.processes import this_process
 from rayzero.protocol.ownership import Ownership
 from rayzero.slabs.sweep import SHARED_MEMORY
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.file_counts import PROCESS, files_of_owner, files_of_rank, most_ranks, tensor_connections
 from rayzero.store.host.transfer_calls import TransferThreads, most_transfers
 from rayzero.store.shm.signals import why_no_sharing
 from rayzero.store.wire import translate

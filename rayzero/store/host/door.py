@@ -25,10 +25,8 @@ from rayzero.store.host.links.channel import Caller
 from rayzero.store.host.links.owner_link import AnyChannel, LinkUser, OwnerLink
 from rayzero.store.host.mirror_memory import MirrorMemory
 from rayzero.store.host.mirrors import Mirror
-from rayzero.store.host.publish_board import PublishBoard
-from rayzero.store.host.push_order import PushOrder
-from rayzero.store.host.stall import StallWatch
 from rayzero.store.host.transfer_calls import TransferThreads
+from rayzero.store.host.waits import PublishBoard, PushOrder, StallWatch
 from rayzero.store.host.wire_transfers import WireTransfers
 from rayzero.store.shm.shared_plan import SharedPlan
 from rayzero.store.wire import translate

@@ -17,10 +17,8 @@ from rayzero.protocol.gradient_sum import NOTHING_LEFT, FormerRank, has_totals
 from rayzero.protocol.messages import Contribution, Pushed
 from rayzero.store.host.links.channel import QUICK_S, BrokenLinkError
 from rayzero.store.host.links.owner_link import AnyChannel, OwnerLink, answers_of
-from rayzero.store.host.publish_board import PublishBoard
-from rayzero.store.host.push_order import PushOrder
-from rayzero.store.host.stall import Describe, StallWatch
 from rayzero.store.host.transfer_calls import TransferThreads
+from rayzero.store.host.waits import Describe, PublishBoard, PushOrder, StallWatch
 from rayzero.store.host.wire_transfers import PushedUnit, WireTransfers
 from rayzero.store.rank.connection import GradientSender
 from rayzero.store.rank.gradient_region import GradientRegion
