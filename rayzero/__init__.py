@@ -16,11 +16,10 @@ if TYPE_CHECKING:
     from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
     from rayzero.convert.remote_checkpoints import newest_checkpoint
     from rayzero.convert.weights import Weights
-    from rayzero.engine.checkpoint.save import begin_checkpoint, save_checkpoint
-    from rayzero.engine.context import RankContext, get_context, report, track
+    from rayzero.engine.checkpoint import begin_checkpoint, save_checkpoint
+    from rayzero.engine.context import RankContext, get_context, mean_over_ranks, report, track
     from rayzero.engine.full_values import full_parameters, full_state_dict, release
     from rayzero.engine.manager import OffloadManager
-    from rayzero.engine.mean import mean_over_ranks
     from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
     from rayzero.engine.prepare import prepare
     from rayzero.engine.start.unit_init import empty_parameters
@@ -81,13 +80,13 @@ _HOMES = {
     "full_parameters": "rayzero.engine.full_values",
     "full_state_dict": "rayzero.engine.full_values",
     "get_context": "rayzero.engine.context",
-    "mean_over_ranks": "rayzero.engine.mean",
+    "mean_over_ranks": "rayzero.engine.context",
     "newest_checkpoint": "rayzero.convert.remote_checkpoints",
     "prepare": "rayzero.engine.prepare",
     "release": "rayzero.engine.full_values",
     "report": "rayzero.engine.context",
-    "begin_checkpoint": "rayzero.engine.checkpoint.save",
-    "save_checkpoint": "rayzero.engine.checkpoint.save",
+    "begin_checkpoint": "rayzero.engine.checkpoint",
+    "save_checkpoint": "rayzero.engine.checkpoint",
     "scale": "rayzero.cluster.upkeep.rescaling",
     "stats": "rayzero.engine.stats",
     "track": "rayzero.engine.context",

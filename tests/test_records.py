@@ -17,10 +17,10 @@ import torch
 from rayzero.checkpoint.manifest import Manifest
 from rayzero.cluster.continuation import States
 from rayzero.cluster.files.key_files import VIEWER_FILE, read_viewer
+from rayzero.cluster.files.logger_feed import FeedState
 from rayzero.cluster.files.run_record import RECORD, RunRecord, read_record
-from rayzero.cluster.loggers.feed import FeedState
 from rayzero.cluster.run import Member, Recovery, Rescaled
-from rayzero.elastic.requests import ScaleRequest, take
+from rayzero.elastic.scaling import ScaleRequest, take
 from rayzero.errors import RayZeroError
 from rayzero.layout.model_layout import ModelLayout, lay_out_unit
 from rayzero.protocol.messages import FileEntry, ModelSpec, canonical_json
@@ -57,7 +57,7 @@ def requested(folder: Path) -> object:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("rayzero.elastic.requests")
+    log = logging.getLogger("rayzero.elastic.scaling")
     log.addHandler(handler)
     try:
         found = take(folder)

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from lab.bench.figures import Busy, Spread, about, at_least_one, plain
+from rayzero.kernels.optimizer_class import path_of, plain_value
 from rayzero.kernels.stamps import STAMP, TileStamps, UndoCopy
-from rayzero.kernels.torch_classes.optimizer_class import path_of, plain_value
 from rayzero.layout.model_layout import ModelLayout, lay_out_unit
 from rayzero.owner.memory import HostMemory
 from rayzero.owner.rules import ClassRule

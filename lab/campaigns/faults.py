@@ -68,7 +68,7 @@ from lab.campaigns.disturbed import (
     step_of,
     steps_of,
 )
-from rayzero.elastic.requests import ScaleRequest, ask
+from rayzero.elastic.scaling import ScaleRequest, ask
 from rayzero.engine.context import RankContext
 from rayzero.slabs.sweep import SHARED_MEMORY, list_slabs
 from rayzero.testing import run_ranks

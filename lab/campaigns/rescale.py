@@ -36,7 +36,7 @@ import torch
 import rayzero
 from lab.bench.figures import Spread, about, plain, timed
 from rayzero.cluster.files.run_record import read_record
-from rayzero.elastic.requests import ScaleRequest, ask
+from rayzero.elastic.scaling import ScaleRequest, ask
 from rayzero.slabs.sweep import list_slabs
 
 MIB = 1 << 20

@@ -92,7 +92,7 @@ class Options:
     ask_once_per_host: bool = False  # a host's door asks the lead, and hears owners, for all of its ranks
     fan_out: int = 0  # of a tree of owners through which the lead asks them; 0: it asks each of them itself
     encrypted: bool = False  # what travels beside gRPC's calls, as between hosts by default
-    most_streams: int = 8  # of one rank in each direction; see TransferThreads (store/host/transfers/batches.py)
+    most_streams: int = 8  # of one rank in each direction; see TransferThreads (store/host/transfer_calls.py)
     compute_threads: float = 1.0  # of a rank on CPUs
     compute_memory: float = 0.0  # bytes of host memory per second that a rank's computing takes
 

@@ -40,7 +40,7 @@ PACKAGES = ["transformers", "torch"]
 _HEADS = ("_FOR_CAUSAL_LM", "_FOR_MULTIMODAL_LM", "_FOR_SEQ_TO_SEQ_CAUSAL_LM", "_FOR_IMAGE_CLASSIFICATION",
           "_FOR_OBJECT_DETECTION", "_FOR_UNIVERSAL_SEGMENTATION")  # fmt: skip
 _USED = (
-    "torch._dynamo", "rayzero.engine.prepare", "rayzero.engine.checkpoint.save", "rayzero.store.inprocess",
+    "torch._dynamo", "rayzero.engine.prepare", "rayzero.engine.checkpoint", "rayzero.store.inprocess",
     "transformers.models.mixtral.modeling_mixtral", "transformers.models.llava.modeling_llava",
     "transformers.models.vit.modeling_vit", "transformers.models.detr.modeling_detr",
 )  # fmt: skip

@@ -240,8 +240,8 @@ def locked_memory() -> Finding:
 
 def open_files() -> Finding:
     """How many files and connections a process of a run may have open here, and for how many ranks that is enough."""
+    from rayzero.cluster.nodes.resources import files_of_owner, most_ranks
     from rayzero.concurrency.processes import open_files_allowed
-    from rayzero.store.file_counts import files_of_owner, most_ranks
 
     allowed = open_files_allowed(*resource.getrlimit(resource.RLIMIT_NOFILE))
     ranks, owners = count(most_ranks(allowed, _OWNERS), "rank"), count(_OWNERS, "optimizer")

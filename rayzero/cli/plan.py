@@ -218,8 +218,8 @@ def _describe_products(planned: RecipePlan) -> list[str]:
 
 def _describe_files(recipe: RecipeConfig, hosts: int, doors: int) -> str:
     """How many files the run's processes may have open, for people. ``doors``: optimizer actors without shards."""
+    from rayzero.cluster.nodes.resources import files_of_owner, files_of_rank
     from rayzero.protocol.ownership import device_owners
-    from rayzero.store.file_counts import files_of_owner, files_of_rank
 
     ranks, alone = recipe.scaling.num_workers, recipe.scaling.num_optimizers + doors
     beside = device_owners(ranks, recipe.zero.host_fraction)

@@ -16,25 +16,25 @@ from typing import Any
 
 import ray
 
-from rayzero.cluster.actors.actor_calls import STOP_S, refuse_name_in_use
-from rayzero.cluster.actors.roster import Certificates
-from rayzero.cluster.actors.run_actors import RunActors
+from rayzero.cluster.actor_calls import STOP_S, refuse_name_in_use
 from rayzero.cluster.continuation import Successor
 from rayzero.cluster.files.key_files import viewable
+from rayzero.cluster.files.logger_feed import Loggers
+from rayzero.cluster.files.logger_reporter import flat_settings
 from rayzero.cluster.files.metrics_log import MakeRow, MetricsLog, row_of_report, trim_log, written_rows
 from rayzero.cluster.files.run_dir import RunDirectory
 from rayzero.cluster.files.run_record import RECORD
 from rayzero.cluster.files.tracing import TRACE_FILE, write_trace
 from rayzero.cluster.janitor import KeptStates, announced
 from rayzero.cluster.journal import Journal, OnPhase, OnReport, OnStart, RecordWriter, RunRequest
-from rayzero.cluster.loggers.feed import Loggers
-from rayzero.cluster.loggers.reporter import flat_settings
 from rayzero.cluster.nodes.local_ray import LocalRay
 from rayzero.cluster.nodes.places import Reservation, placed
 from rayzero.cluster.nodes.resources import plan_resources, rescaled
 from rayzero.cluster.nodes.session import alive_nodes, ray_session
 from rayzero.cluster.processes.rank_worker import pack_loop
+from rayzero.cluster.roster import Certificates
 from rayzero.cluster.run import Recovery, RunState, rank_name
+from rayzero.cluster.run_actors import RunActors
 from rayzero.cluster.supervision import Verdict, interruptible, postponed, run_failed
 from rayzero.cluster.upkeep.follower import Follower, ownership_of, remains_of
 from rayzero.config import RunConfig, ScalingConfig, ZeroConfig

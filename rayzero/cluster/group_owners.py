@@ -28,16 +28,16 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rayzero.cluster.actors.actor_calls import ANSWER_S, refuse_name_in_use
-from rayzero.cluster.actors.roster import Certificates
-from rayzero.cluster.actors.run_actors import RunActors
+from rayzero.cluster.actor_calls import ANSWER_S, refuse_name_in_use
 from rayzero.cluster.continuation import Continuation, Lost, await_left, choose
 from rayzero.cluster.janitor import KeptStates, Remains
 from rayzero.cluster.journal import Journal
 from rayzero.cluster.nodes.places import Reservation
 from rayzero.cluster.nodes.resources import Node
 from rayzero.cluster.nodes.session import alive_nodes
+from rayzero.cluster.roster import Certificates
 from rayzero.cluster.run import RunState
+from rayzero.cluster.run_actors import RunActors
 from rayzero.cluster.supervision import Failure, shielded
 from rayzero.cluster.upkeep.ray_processes import RayProcesses
 from rayzero.cluster.upkeep.renewal import Renewal

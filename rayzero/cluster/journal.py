@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rayzero.cluster.actors.run_actors import RunActors
 from rayzero.cluster.continuation import States
+from rayzero.cluster.files.logger_feed import Loggers
 from rayzero.cluster.files.metrics_log import MakeRow
 from rayzero.cluster.files.run_dir import RunDirectory
 from rayzero.cluster.files.run_record import (
@@ -21,11 +21,11 @@ from rayzero.cluster.files.run_record import (
     RunRecord,
     TelemetryAddresses,
 )
-from rayzero.cluster.loggers.feed import Loggers
 from rayzero.cluster.nodes.local_ray import LocalRay
 from rayzero.cluster.processes.live_page import PAGE_PATH
 from rayzero.cluster.processes.rank_worker import PackedLoop
 from rayzero.cluster.run import DISCOVERY_PATH, Member, Recovery, Report, Rescaled, RunState
+from rayzero.cluster.run_actors import RunActors
 from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
 from rayzero.errors import RunFailedError
 from rayzero.security.metrics_access import MetricsAccess

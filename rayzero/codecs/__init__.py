@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from rayzero.codecs.blocks import FourBits, Int8
-from rayzero.codecs.codec import RAW, Codec, Halves, Raw
-from rayzero.codecs.lossless import Lossless
+from rayzero.codecs.codec import RAW, Codec, Halves, Lossless, Raw
 from rayzero.config.choices import CpuCompressionMethod
 
 __all__ = ["CODECS", "RAW", "Codec", "Raw", "codec_for"]

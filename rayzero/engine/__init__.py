@@ -3,7 +3,7 @@ complete."""
 
 from __future__ import annotations
 
-from rayzero.engine.checkpoint.save import begin_checkpoint, save_checkpoint
+from rayzero.engine.checkpoint import begin_checkpoint, save_checkpoint
 from rayzero.engine.context import OpenCheckpoint, RankContext, get_context, report, running_in, track
 from rayzero.engine.full_values import full_parameters, full_state_dict
 from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer

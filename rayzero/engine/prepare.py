@@ -21,7 +21,7 @@ from rayzero.config import ZeroConfig
 from rayzero.convert.weights import Weights, WeightSource
 from rayzero.engine.autograd.hooks import CastInputs, CopyEntries, UnitCalls, hook_units
 from rayzero.engine.autograd.touch import ShardedParameter, guard_classes, guard_for, require_keepable, route_zero_grad
-from rayzero.engine.checkpoint.save import (
+from rayzero.engine.checkpoint import (
     check_resume,
     chosen_resume,
     of_model,
@@ -49,9 +49,9 @@ from rayzero.engine.units.transfers import make_transfers
 from rayzero.engine.values import hook_state_dict_loads
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.kernels import ADAMS, check_moments
-from rayzero.kernels.torch_classes.newton_schulz import require_divided
-from rayzero.kernels.torch_classes.optimizer_class import OptimizerMaker, Optimizers, parts_of, path_of
-from rayzero.kernels.torch_classes.optimizer_trial import Scope, refuse_vectors, require_owned
+from rayzero.kernels.newton_schulz import require_divided
+from rayzero.kernels.optimizer_class import OptimizerMaker, Optimizers, parts_of, path_of
+from rayzero.kernels.optimizer_trial import Scope, refuse_vectors, require_owned
 from rayzero.layout.model_layout import UnitLayout
 from rayzero.memory.process_memory import give_back_freed, keep_some_buffers
 from rayzero.protocol.messages import Hyper, ModelSpec

@@ -18,8 +18,8 @@ from torch import Tensor
 from rayzero.concurrency.futures import DONE, failed
 from rayzero.concurrency.threads import use_torch_threads, with_index
 from rayzero.errors import RayZeroError, StallError
-from rayzero.kernels.torch_classes.newton_schulz import as_product, newton_schulz
-from rayzero.kernels.torch_classes.optimizer_class import as_options
+from rayzero.kernels.newton_schulz import as_product, newton_schulz
+from rayzero.kernels.optimizer_class import as_options
 from rayzero.kernels.torch_kernel import SideStream
 from rayzero.protocol.messages import Action, Hyper, ModelSpec
 from rayzero.protocol.products import PRODUCT_DTYPE, matrices_of, multiplying_ranks

@@ -25,8 +25,7 @@ from rayzero.engine.units.param_unit import ParamUnit
 from rayzero.engine.units.unit_cache import UnitCache
 from rayzero.errors import UnsupportedError
 from rayzero.modes import outside_modes
-from rayzero.protocol.bits import same_bits
-from rayzero.protocol.messages import COMPUTE, MASTER
+from rayzero.protocol.messages import COMPUTE, MASTER, same_bits
 from rayzero.protocol.store import ParameterStore
 from rayzero.tensor_metadata import plain
 

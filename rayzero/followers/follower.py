@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rayzero.errors import ConfigError, StallError, StoreClosedError, VersionGoneError
-from rayzero.followers.held_version import FollowerStats, HeldVersion, Shards, Tally
-from rayzero.followers.names import Declared, Names, OwnNames
+from rayzero.followers.held_version import Declared, FollowerStats, HeldVersion, Names, OwnNames, Shards, Tally
 from rayzero.layout.model_layout import ModelLayout, loses_bits
 
 WAIT_S = 600.0

@@ -1,9 +1,10 @@
-"""One version of all weights in a follower's own memory."""
+"""One version of all weights in a follower's own memory, and its tensors by name."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
@@ -101,3 +102,34 @@ class HeldVersion:
     def elements(self, unit: int, start: int, stop: int) -> Tensor:
         """A range of a unit's flat vector: 1D, the unit's dtype, a view."""
         return self._units[unit][start:stop]
+
+
+Declared = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+class Names(Protocol):
+    """How a version's tensors are called."""
+
+    @property
+    def declared(self) -> Declared:
+        """Dtype and shape by name, in the order of ``tensors``."""
+        ...
+
+    def tensors(self, held: HeldVersion) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor, a view of ``held`` where that is possible."""
+        ...
+
+
+class OwnNames:
+    """The names of the model's parameters, tied ones once, in forward order."""
+
+    def __init__(self, layout: ModelLayout) -> None:
+        self._slots = [(unit, slot) for unit in layout.units for slot in unit.slots]
+
+    @cached_property
+    def declared(self) -> Declared:
+        return {slot.name: (unit.dtype, slot.shape) for unit, slot in self._slots}
+
+    def tensors(self, held: HeldVersion) -> Iterator[tuple[str, Tensor]]:
+        for unit, slot in self._slots:
+            yield slot.name, held.elements(unit.index, slot.start, slot.stop).view(slot.shape)

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from rayzero.convert.formats.content import WEIGHT, Content, Param, Reader, WeightDecl
 from rayzero.convert.translated_reader import Named, published
-from rayzero.followers.held_version import HeldVersion
-from rayzero.followers.names import Declared
+from rayzero.followers.held_version import Declared, HeldVersion
 from rayzero.layout.model_layout import ModelLayout, dtype_name
 
 

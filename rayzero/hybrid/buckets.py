@@ -20,8 +20,8 @@ from rayzero.errors import ConfigError
 from rayzero.hybrid.placement import Group, Piece
 from rayzero.kernels import AdamMemory, AdamOptions, Kernel, adam_states, segments_of
 from rayzero.kernels.moments import PlainMoment
-from rayzero.kernels.torch_classes.optimizer_class import OptimizerMaker, State, by_group, step_alone
-from rayzero.kernels.torch_classes.optimizer_states import load_into, prepare_states
+from rayzero.kernels.optimizer_class import OptimizerMaker, State, by_group, step_alone
+from rayzero.kernels.optimizer_states import load_into, prepare_states
 from rayzero.kernels.torch_kernel import fused_adam
 from rayzero.layout.model_layout import ALIGN, aligned
 from rayzero.memory.mapping import host_zeros

@@ -33,7 +33,7 @@ from rayzero.hybrid.placement import (
 )
 from rayzero.hybrid.sides import Builder, Sides
 from rayzero.kernels import choose_kernel
-from rayzero.kernels.torch_classes.optimizer_class import State, options_of
+from rayzero.kernels.optimizer_class import State, options_of
 from rayzero.lanes import Lane
 from rayzero.modes import outside_modes
 

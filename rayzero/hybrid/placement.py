@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.kernels import ADAMS
-from rayzero.kernels.torch_classes.optimizer_class import is_counter, options_of, own_option
+from rayzero.kernels.optimizer_class import is_counter, options_of, own_option
 from rayzero.layout.model_layout import ALIGN
 
 Order = Literal["first", "last"]

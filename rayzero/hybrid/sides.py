@@ -29,7 +29,7 @@ from rayzero.hybrid.placement import (
     the_device,
 )
 from rayzero.kernels import ADAMS, Kernel
-from rayzero.kernels.torch_classes.optimizer_class import (
+from rayzero.kernels.optimizer_class import (
     OptimizerMaker,
     State,
     on_cpu,
@@ -37,8 +37,8 @@ from rayzero.kernels.torch_classes.optimizer_class import (
     refuse_reads,
     step_alone,
 )
-from rayzero.kernels.torch_classes.optimizer_states import state_bytes, state_names
-from rayzero.kernels.torch_classes.optimizer_trial import Scope, try_class
+from rayzero.kernels.optimizer_states import state_bytes, state_names
+from rayzero.kernels.optimizer_trial import Scope, try_class
 from rayzero.lanes import Lane, make_lane
 
 MASTER = "master_param"  # key of a parameter's fp32 master in its state

@@ -40,17 +40,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from rayzero.config import ZeroConfig
-from rayzero.engine.checkpoint.load import load_checkpoint
-from rayzero.engine.checkpoint.save import save_checkpoint
-from rayzero.engine.context import RankContext, get_context
-from rayzero.engine.full_values import full_state_dict
-from rayzero.engine.mean import mean_over_ranks
+from rayzero.engine.checkpoint import save_checkpoint
+from rayzero.engine.context import RankContext, get_context, mean_over_ranks
+from rayzero.engine.full_values import full_state_dict, load_checkpoint
 from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
 from rayzero.engine.prepare import is_prepared, prepare
 from rayzero.engine.units.partition import UnitRule
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.integrations.several_ranks import claim_process, values_of_ranks
-from rayzero.kernels.torch_classes.optimizer_class import Optimizers
+from rayzero.kernels.optimizer_class import Optimizers
 from rayzero.quantities import count
 
 __all__ = ["ZeroAccelerator"]

@@ -8,8 +8,7 @@ import threading
 import torch
 from torch import Tensor
 
-from rayzero.engine.context import RankContext, get_context
-from rayzero.engine.mean import mean_over_ranks
+from rayzero.engine.context import RankContext, get_context, mean_over_ranks
 from rayzero.errors import UnsupportedError
 from rayzero.protocol.messages import MEAN_BYTES
 from rayzero.quantities import count

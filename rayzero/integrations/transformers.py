@@ -45,10 +45,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from rayzero.config import ZeroConfig
 from rayzero.convert.formats.safetensors_folder import INDEX_FILE, WHOLE_FILE
 from rayzero.convert.weights import Weights, misfits
-from rayzero.engine.checkpoint.save import save_checkpoint
-from rayzero.engine.context import get_context
+from rayzero.engine.checkpoint import save_checkpoint
+from rayzero.engine.context import get_context, mean_over_ranks
 from rayzero.engine.full_values import full_state_dict
-from rayzero.engine.mean import mean_over_ranks
 from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
 from rayzero.engine.prepare import is_prepared
 from rayzero.engine.start.initial_values import require_fit, wanted_by
@@ -57,7 +56,7 @@ from rayzero.errors import CheckpointWriteError, ConfigError, UnsupportedError
 from rayzero.integrations.accelerate import ZeroAccelerator
 from rayzero.integrations.several_ranks import sum_over_ranks
 from rayzero.integrations.trainer_progress import TrainerProgress
-from rayzero.kernels.torch_classes.optimizer_class import Optimizers
+from rayzero.kernels.optimizer_class import Optimizers
 
 __all__ = ["Seq2SeqTrainer", "Trainer", "ZeroTraining", "save_pretrained"]
 

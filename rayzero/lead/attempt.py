@@ -222,7 +222,7 @@ def owing(asked: Sequence[Future[Any]]) -> str:
 
 def _some(numbers: Sequence[int]) -> str:
     """The first numbers, and how many more: every rank that waits is told, and a thousand would be told of a thousand.
-    The text changes whenever one is done, which counts as progress (store/host/stall.py)."""
+    The text changes whenever one is done, which counts as progress (store/host/waits.py)."""
     more = len(numbers) - _NAMED
     return f"{list(numbers[:_NAMED])}" + (f" and {more} more" if more > 0 else "")
 

@@ -13,8 +13,7 @@ from rayzero.errors import NonFiniteGradientError, RankLeftError, StepMismatchEr
 from rayzero.kernels import ADAMS, AdamOptions
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.lead.attempt import Attempt, Pass, have
-from rayzero.lead.means import Means
-from rayzero.lead.writes import WriteRequests
+from rayzero.lead.requests import Means, WriteRequests
 from rayzero.protocol.hyper import edited, require_numbers, resolve_optimizer
 from rayzero.protocol.messages import (
     Action,

@@ -44,8 +44,7 @@ from rayzero.lead.decide import (
     tell_decision,
     total_norm,
 )
-from rayzero.lead.means import Means
-from rayzero.lead.writes import WriteRequests
+from rayzero.lead.requests import Means, WriteRequests
 from rayzero.protocol.messages import (
     CheckpointInfo,
     Decision,

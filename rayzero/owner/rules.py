@@ -15,10 +15,10 @@ from rayzero.checkpoint.tensor_file import DeferredTensor
 from rayzero.errors import StoreError
 from rayzero.kernels import AdamMemory, AdamOptions, adam_states, choose_kernel, segments_of, splits_masters
 from rayzero.kernels.moments import CODED, CodedMoment, Moment, packed_bytes
+from rayzero.kernels.optimizer_class import OptimizerMaker
+from rayzero.kernels.optimizer_states import in_pieces, is_scalar, leaves
+from rayzero.kernels.optimizer_trial import require_owned
 from rayzero.kernels.rank_sum import RankSum
-from rayzero.kernels.torch_classes.optimizer_class import OptimizerMaker
-from rayzero.kernels.torch_classes.optimizer_states import in_pieces, is_scalar, leaves
-from rayzero.kernels.torch_classes.optimizer_trial import require_owned
 from rayzero.kernels.torch_kernel import DEVICE_TILE, TILE, TorchKernel
 from rayzero.layout.model_layout import Shard, aligned
 from rayzero.owner.classes.class_states import ShardOptimizer, StateRoom

@@ -18,8 +18,7 @@ from rayzero.owner.checkpoint import CheckpointWriter
 from rayzero.owner.owned_model import OwnedModel
 from rayzero.owner.rules import UpdateRule
 from rayzero.owner.shard import OwnedShard, Updater
-from rayzero.protocol.bits import same_bits
-from rayzero.protocol.messages import COMPUTE, GROUP, MASTER, STEP, Write
+from rayzero.protocol.messages import COMPUTE, GROUP, MASTER, STEP, Write, same_bits
 
 WriteListener = Callable[[int, bool], None]  # the shard, and whether a write of it begins or has ended
 

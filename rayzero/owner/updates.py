@@ -19,7 +19,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from rayzero.kernels.torch_classes.newton_schulz import measured
+from rayzero.kernels.newton_schulz import measured
 from rayzero.layout.model_layout import layer_groups
 from rayzero.owner.changes import ChangeLog
 from rayzero.owner.checkpoint import CheckpointWriter

@@ -1,5 +1,5 @@
-"""The messages between ranks, owners and the lead: frozen values without behaviour. And a rank's *lives*: what an
-earlier one did counts only where it was decided.
+"""The messages between ranks, owners and the lead: frozen values without behaviour. How written values are compared, bit
+by bit. And a rank's *lives*: what an earlier one did counts only where it was decided.
 
 Ranks (``protocol/store.py``), owners (``owner/``), the lead (``lead/``) and every transport (``store/``) use them.
 Steps count from 0; *version* ``v`` is the content after ``v`` decided steps, so step ``n`` reads version ``n`` and
@@ -17,7 +17,10 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, NamedTuple
 
+import torch
+import xxhash
 from pydantic import ConfigDict, Field
+from torch import Tensor
 
 from rayzero.config.base import Share
 from rayzero.config.zero import CheckpointMoments, MatrixUpdates, Moments, Nonfinite, Spread
@@ -43,6 +46,27 @@ MEAN_BYTES = 4000  # the most that one mean over ranks may hold: it fits a mailb
 
 Hyper = dict[str, Any]  # one parameter group's options, JSON-able: lr, betas, eps, weight_decay, ...
 ATTEMPTS = 1 << 16  # of each life within a step: a later life's pushes replace those of earlier ones
+
+
+def digest_of(values: Tensor) -> str:
+    """A digest that is equal for equal bytes. ``values``: any shape and dtype, contiguous, host memory."""
+    content: Any = values.detach().reshape(-1).view(torch.uint8).numpy()
+    return str(xxhash.xxh3_128_hexdigest(content))
+
+
+_BITS = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+}  # of an element -> a dtype that compares bits
+
+
+def same_bits(ours: Tensor, theirs: Tensor) -> Tensor:
+    """Whether each element has the same bits, as a bool tensor of their shape: NaNs may be equal, 0.0 is not -0.0. Both
+    tensors have one shape and one dtype of 1, 2, 4 or 8 bytes."""
+    bits = _BITS[ours.itemsize]
+    return ours.view(bits) == theirs.view(bits)
 
 
 def canonical_json(value: Any) -> str:
@@ -264,7 +288,7 @@ class Write:
     version: int  # the version that is changed
     unit: int
     kind: str  # COMPUTE, MASTER, STEP, GROUP or the name of an optimizer state
-    digest: str  # of the values
+    digest: str  # ``digest_of`` the values
 
 
 def quoted(names: Sequence[str]) -> str:

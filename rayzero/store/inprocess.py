@@ -40,11 +40,11 @@ from rayzero.protocol.messages import (
     Write,
     require_life,
 )
-from rayzero.store.host.stall import StallWatch
+from rayzero.store.host.waits import StallWatch
 from rayzero.store.owner.memory.slabs import OwnerSlabs
 from rayzero.store.rank.connection import Epochs, Joined
-from rayzero.store.rank.memory.gradient_region import GradientRegion, gradient_memory, gradient_region
-from rayzero.store.rank.memory.unit_windows import UnitWindows
+from rayzero.store.rank.gradient_region import GradientRegion, gradient_memory, gradient_region
+from rayzero.store.rank.unit_windows import UnitWindows
 from rayzero.store.shm.shared_plan import SharedPlan
 from rayzero.store.traffic import count_bytes
 from rayzero.telemetry.recorder import NullRecorder, Recorder

@@ -1,7 +1,7 @@
 """Records measurements: counters, gauges and histograms by metric and labels, in memory or nowhere.
 
 Code that measures is given a ``Recorder`` and calls it; code that shows the values reads a ``MemoryRecorder`` (for
-Prometheus: telemetry/exporter.py). The metrics are those of ``telemetry/names.py``.
+Prometheus: cluster/processes/process_exporter.py). The metrics are those of ``telemetry/names.py``.
 
 [Note: one writer a cell] Each thread counts in its own cells, which no other thread writes, so a call takes no lock. A
 reader adds up the threads' cells; a cell that is written at that moment counts with its old or its new value.

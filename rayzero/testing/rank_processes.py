@@ -24,7 +24,7 @@ from rayzero.concurrency.processes import Sleepers, is_stopped
 from rayzero.elastic.controller import Controller, Supervisor
 from rayzero.elastic.members import Answered, Died, Ended, Event, MemberId, MemberKind, Process, Serves
 from rayzero.elastic.reform import Abandon, Step, resolved, with_doors
-from rayzero.elastic.requests import take
+from rayzero.elastic.scaling import take
 from rayzero.engine.context import running_in
 from rayzero.errors import RankLeftError, RunFailedError
 from rayzero.layout.shard_map import Rescale
@@ -92,7 +92,7 @@ def run_processes(
 ) -> list[T]:
     """Run the loop on every rank; the results by rank. Members whose processes die are replaced, ``max_failures``
     times in all. One that is stopped (SIGSTOP) for half of ``stall_timeout`` is killed, before others fail.
-    ``run_dir``: where requests for other owners are left (elastic/requests.py)."""
+    ``run_dir``: where requests for other owners are left (elastic/scaling.py)."""
     run = _Run(fn, places, owners, max_failures, stall_timeout / 2, faults, run_dir)
     try:
         return results_of(run.outcomes())

@@ -86,7 +86,7 @@ def run_ranks(
     config: what ``rayzero.prepare`` uses if the loop gives it none. Its ``offload_fraction`` decides whether owners are
         started beside the ranks; its ``wire_compression`` and ``host_push`` say how bytes travel over gRPC.
     resume, run_dir: what the ranks' contexts say. With processes=True and max_failures > 0, requests for other owners
-        are taken from run_dir (elastic/requests.py).
+        are taken from run_dir (elastic/scaling.py).
     threads: torch threads of each rank process and of each owner.
     stall_timeout: seconds that a rank waits for a peer that makes no progress.
     max_failures: how many deaths in all the run outlives. A rank dies as a process that is killed, or a thread that

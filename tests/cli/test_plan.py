@@ -14,9 +14,9 @@ import pytest
 from typer.testing import CliRunner
 
 from rayzero.cli import app, main
+from rayzero.cluster.nodes.resources import files_of_owner, files_of_rank
 from rayzero.plan.hardware import Hardware
 from rayzero.recipes import planning
-from rayzero.store.file_counts import files_of_owner, files_of_rank
 
 MEASURED: dict[str, Hardware] = {}  # by slab_dir: what this host can do, measured once for all tests
 SMALL = ["num_layers=2", "dim=64", "seq_len=32", "batch_size=2"]

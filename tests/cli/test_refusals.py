@@ -28,7 +28,7 @@ from rayzero.cluster.files.metrics_log import MetricsLog
 from rayzero.cluster.nodes.local_ray import LocalRay
 from rayzero.cluster.run import Report
 from rayzero.convert.remote_checkpoints import newest_checkpoint
-from rayzero.elastic.requests import take
+from rayzero.elastic.scaling import take
 from rayzero.errors import ConfigError, RankLeftError, RayZeroError
 from rayzero.recipes.lm import train_loop
 from rayzero.recipes.recipe import RecipeConfig

@@ -21,9 +21,9 @@ import pytest
 from rich.console import Console
 
 from rayzero.cli.top import top
+from rayzero.cluster.processes.process_exporter import Exporter
 from rayzero.errors import ConfigError
 from rayzero.telemetry import names
-from rayzero.telemetry.exporter import Exporter
 from rayzero.telemetry.http import Page
 from rayzero.telemetry.metric import Role
 from rayzero.telemetry.recorder import MemoryRecorder

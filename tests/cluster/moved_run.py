@@ -18,7 +18,7 @@ import ray
 import rayzero
 from cluster import compared_run
 from rayzero.cluster.files.run_record import read_record
-from rayzero.elastic.requests import ScaleRequest, ask
+from rayzero.elastic.scaling import ScaleRequest, ask
 
 
 def asks(run_dir: Path, step: int) -> None:

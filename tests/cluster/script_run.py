@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from tiny import tiny_steps
 
-from rayzero.cluster.actors import run_actors
+from rayzero.cluster import run_actors
 from rayzero.cluster.driver import ZeroTrainer
 from rayzero.cluster.run import NAMESPACE, coordinator_name
 from rayzero.config import RunConfig, ScalingConfig, ZeroConfig

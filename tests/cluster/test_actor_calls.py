@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import ray
 
-from rayzero.cluster.actors import actor_calls as module
-from rayzero.cluster.actors.actor_calls import ask, ask_config, failure_from_ray, failure_of_call
+from rayzero.cluster import actor_calls as module
+from rayzero.cluster.actor_calls import ask, ask_config, failure_from_ray, failure_of_call
 from rayzero.cluster.run import Member
 from rayzero.errors import ConfigError, RunFailedError
 

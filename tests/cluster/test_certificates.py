@@ -7,12 +7,12 @@ from datetime import timedelta
 import pytest
 from cryptography import x509
 
-from rayzero.cluster.actors.roster import Certificates
 from rayzero.cluster.files.key_files import FollowerKey
+from rayzero.cluster.roster import Certificates
 from rayzero.config import SecurityConfig
 from rayzero.security.credentials import ANY_RANK, FOLLOWER, OWNER, Credentials, follower_token, name_of_rank
 from rayzero.security.metrics_access import MetricsAccess
-from rayzero.telemetry.guard import Protection
+from rayzero.telemetry.http import Protection
 from rayzero.telemetry.scrape import Viewer
 
 GIVEN, OWN = Protection(token="given"), Protection(token="own")

@@ -18,10 +18,8 @@ import ray
 
 from rayzero.checkpoint.reader import Catalog
 from rayzero.cluster import driver as driver_module
+from rayzero.cluster import run_actors as actors_module
 from rayzero.cluster import supervision
-from rayzero.cluster.actors import run_actors as actors_module
-from rayzero.cluster.actors.local_processes import LocalProcesses
-from rayzero.cluster.actors.run_actors import RunActors
 from rayzero.cluster.driver import ZeroTrainer, _again, _follow
 from rayzero.cluster.files.key_files import FollowerKey
 from rayzero.cluster.files.metrics_log import MetricsLog, read_log
@@ -31,7 +29,9 @@ from rayzero.cluster.journal import Journal
 from rayzero.cluster.nodes import session
 from rayzero.cluster.nodes.session import answered, ray_answers
 from rayzero.cluster.processes.coordinator import News
+from rayzero.cluster.roster import LocalProcesses
 from rayzero.cluster.run import Member, Report, RunState
+from rayzero.cluster.run_actors import RunActors
 from rayzero.cluster.supervision import Failure, Verdict, Watch, death_of, interruptible, postponed
 from rayzero.cluster.upkeep.follower import Follower
 from rayzero.config import RunConfig, ZeroConfig

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from rayzero.cluster import group_owners
-from rayzero.cluster.actors.run_actors import RunActors
 from rayzero.cluster.continuation import Lost
 from rayzero.cluster.group_owners import GroupEnded, GroupOwners, GroupStart, WorkerGroup, WorkerGroups
-from rayzero.cluster.nodes.resources import Node
+from rayzero.cluster.nodes.resources import Node, files_of_owner
 from rayzero.cluster.run import Member
+from rayzero.cluster.run_actors import RunActors
 from rayzero.config import ZeroConfig
 from rayzero.elastic.reform import hosts_without_owner
 from rayzero.errors import RunFailedError
@@ -23,7 +23,6 @@ from rayzero.protocol.ownership import Ownership
 from rayzero.security.authority import Authority
 from rayzero.security.credentials import ANY_RANK
 from rayzero.slabs.sweep import held_in
-from rayzero.store.file_counts import files_of_owner
 from tests.support import needs
 
 

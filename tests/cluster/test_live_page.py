@@ -33,11 +33,11 @@ from rayzero.cluster.processes.live_page import (
     LivePage,
     RunEvent,
 )
+from rayzero.cluster.processes.process_exporter import Exporter
 from rayzero.cluster.run import Member, Report, RunState
 from rayzero.security.metrics_access import MetricsAccess
 from rayzero.telemetry import names
-from rayzero.telemetry.exporter import Exporter
-from rayzero.telemetry.guard import Protection
+from rayzero.telemetry.http import Protection
 from rayzero.telemetry.metric import Role
 from rayzero.telemetry.recorder import MemoryRecorder
 from rayzero.telemetry.scrape import Target, Viewer

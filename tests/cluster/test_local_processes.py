@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from rayzero.cluster.actors.local_processes import LocalProcesses
+from rayzero.cluster.roster import LocalProcesses
 from rayzero.cluster.run import Member
 
 HERE = "n"

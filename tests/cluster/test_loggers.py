@@ -24,9 +24,9 @@ from hypothesis import strategies as st
 
 import rayzero
 from rayzero.cli.status import describe_run, format_status
+from rayzero.cluster.files.logger_feed import Bookmark, Feed, FeedState, Loggers, begin
+from rayzero.cluster.files.logger_reporter import CsvReporter, LoggedRun, flat_settings
 from rayzero.cluster.files.metrics_log import METRICS, RowTail, Value, trim_log
-from rayzero.cluster.loggers.feed import Bookmark, Feed, FeedState, Loggers, begin
-from rayzero.cluster.loggers.reporter import CsvReporter, LoggedRun, flat_settings
 from rayzero.config import RunConfig
 from rayzero.config.choices import require_loggers
 from rayzero.engine import get_context, report, save_checkpoint
@@ -316,12 +316,12 @@ def stubborn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., N
     def make(opens: str = "pass", logs: str = "pass") -> None:
         code = STUBBORN.format(opens=opens, logs=logs)
         patch = f"import os, time\nwhile not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)\n"
-        patch += "import rayzero.cluster.loggers.reporter as p; named = {}\n"
+        patch += "import rayzero.cluster.files.logger_reporter as p; named = {}\n"
         patch += f"exec({code!r}, named); p._CLASSES['tensorboard'] = named['TensorBoardReporter']\n"
         (tmp_path / "sitecustomize.py").write_text(patch)
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(Path(rayzero.__file__).parents[1])]))
 
-    monkeypatch.setattr("rayzero.cluster.loggers.feed._END_S", {"finished": 1.0})
+    monkeypatch.setattr("rayzero.cluster.files.logger_feed._END_S", {"finished": 1.0})
     return make
 
 
@@ -371,7 +371,7 @@ def test_what_a_hanging_library_has_started_ends_with_it(tmp_path: Path, stubbor
 def test_a_logger_outlives_a_killed_driver_until_it_has_its_rows(tmp_path: Path) -> None:
     write_rows(tmp_path, range(1, 4))
     code = (
-        "import os, sys, time; from pathlib import Path; from rayzero.cluster.loggers.feed import Loggers\n"
+        "import os, sys, time; from pathlib import Path; from rayzero.cluster.files.logger_feed import Loggers\n"
         f"loggers = Loggers(['csv'], 'demo', Path({str(tmp_path)!r}), {{}}, True); loggers.start(lambda *told: None)\n"
         "print(loggers._children[0].process.pid, flush=True); os.kill(os.getpid(), 9)\n"
     )

@@ -9,10 +9,16 @@ import textwrap
 
 import pytest
 
-from rayzero.cluster.nodes.resources import files_needed, too_few_files
+from rayzero.cluster.nodes.resources import (
+    PROCESS,
+    files_needed,
+    files_of_door,
+    files_of_owner,
+    files_of_rank,
+    too_few_files,
+)
 from rayzero.cluster.run import Member
 from rayzero.concurrency.processes import MOST, open_files_allowed
-from rayzero.store.file_counts import PROCESS, files_of_door, files_of_owner, files_of_rank
 from rayzero.store.owner.tensor_port import ENTERING
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import ray
 
-from rayzero.cluster.actors import roster as spares_module
-from rayzero.cluster.actors.roster import Certificates, Exporters, OwnerRoster, Spares, plan_exporters
+from rayzero.cluster import roster as spares_module
 from rayzero.cluster.nodes.resources import ResourcePlan, Share
 from rayzero.cluster.processes.owner_process import OwnerSettings
 from rayzero.cluster.processes.process_exporter import LOOPBACK
+from rayzero.cluster.roster import Certificates, Exporters, OwnerRoster, Spares, plan_exporters
 from rayzero.cluster.run import Member, actor_name, optimizer_name, rank_name
 from rayzero.config import SecurityConfig, TelemetryConfig
 from rayzero.elastic.members import MemberId, MemberKind

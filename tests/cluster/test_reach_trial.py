@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import ray
 
-from rayzero.cluster.actors.actor_calls import ReachTarget, ReachTrial, Tries, actor_class, control
+from rayzero.cluster.actor_calls import ReachTarget, ReachTrial, Tries, actor_class, control
 from rayzero.errors import ConfigError
 
 REFUSED = "Connection refused"

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 from slabs.test_hold import leave
 
-from rayzero.cluster.actors import run_actors
-from rayzero.cluster.actors.run_actors import RunActors
+from rayzero.cluster import run_actors
 from rayzero.cluster.janitor import Remains, leaving_nothing
+from rayzero.cluster.run_actors import RunActors
 from rayzero.slabs.sweep import Hold
 
 

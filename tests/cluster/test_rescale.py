@@ -13,7 +13,7 @@ import pytest
 from rayzero.cluster.files.metrics_log import read_log
 from rayzero.cluster.files.run_record import read_record
 from rayzero.config import ZeroConfig
-from rayzero.elastic.requests import ScaleRequest, ask
+from rayzero.elastic.scaling import ScaleRequest, ask
 from rayzero.engine import get_context
 from tests.support import needs
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import ray
 
-from rayzero.cluster.actors.actor_calls import ANSWER_S, START_S
+from rayzero.cluster.actor_calls import ANSWER_S, START_S
 from rayzero.cluster.journal import Journal
 from rayzero.cluster.nodes.resources import Node
 from rayzero.cluster.run import Rescaled
@@ -23,7 +23,7 @@ from rayzero.config import ScalingConfig, ZeroConfig
 from rayzero.elastic.controller import Controller
 from rayzero.elastic.members import Answered, MemberId, MemberKind, Process
 from rayzero.elastic.reform import Step
-from rayzero.elastic.requests import ScaleRequest
+from rayzero.elastic.scaling import ScaleRequest
 from rayzero.errors import ConfigError
 from rayzero.layout.shard_map import Rescale
 from rayzero.protocol.ownership import Ownership, Prepared

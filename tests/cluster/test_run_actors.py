@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import ray
 
-from rayzero.cluster.actors import run_actors as module
-from rayzero.cluster.actors.actor_calls import Tries
-from rayzero.cluster.actors.run_actors import RunActors
+from rayzero.cluster import run_actors as module
+from rayzero.cluster.actor_calls import Tries
 from rayzero.cluster.driver import _see_storage
 from rayzero.cluster.processes.process_exporter import LOOPBACK
 from rayzero.cluster.run import Member, optimizer_name, rank_name
+from rayzero.cluster.run_actors import RunActors
 from rayzero.errors import ConfigError
 
 FOLDER = Path("/shared/run")

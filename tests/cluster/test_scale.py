@@ -14,7 +14,7 @@ from rayzero.cluster.run import Rescaled
 from rayzero.cluster.upkeep import rescaling as scale_module
 from rayzero.cluster.upkeep.rescaling import scale
 from rayzero.config import RunConfig, ZeroConfig
-from rayzero.elastic.requests import ScaleRequest, take
+from rayzero.elastic.scaling import ScaleRequest, take
 from rayzero.errors import RunFailedError
 
 ELSEWHERE = {"pid": 4711, "host": "another-host"}  # whose processes nobody here sees

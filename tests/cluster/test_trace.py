@@ -14,10 +14,9 @@ from telemetry.strange_servers import drip, served_by
 
 from rayzero.cluster.files import tracing
 from rayzero.cluster.files.tracing import trace_run
-from rayzero.cluster.processes.process_exporter import ProcessExporter
+from rayzero.cluster.processes.process_exporter import Exporter, ProcessExporter
 from rayzero.config import TelemetryConfig
 from rayzero.errors import ConfigError, RunFailedError
-from rayzero.telemetry.exporter import Exporter
 from rayzero.telemetry.http import Page
 from rayzero.telemetry.metric import Role
 from rayzero.telemetry.recorder import MemoryRecorder

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 import rayzero
 from rayzero import ZeroConfig
 from rayzero.engine.context import RankContext
-from rayzero.kernels.torch_classes.optimizer_states import leaves
+from rayzero.kernels.optimizer_states import leaves
 from rayzero.protocol.messages import STEP
 from rayzero.slabs.sweep import SHARED_MEMORY, list_slabs
 from rayzero.testing import Transport, run_ranks

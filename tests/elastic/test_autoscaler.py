@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rayzero.elastic.autoscaler import Bounds, History, Resize, StepWindow, enough, look
+from rayzero.elastic.scaling import Bounds, History, Resize, StepWindow, enough, look
 from rayzero.errors import ConfigError
 
 BOUNDS = Bounds(fewest=1, most=8, target_exposed=0.05)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rayzero.elastic.requests import ScaleRequest, ask, take
+from rayzero.elastic.scaling import ScaleRequest, ask, take
 from rayzero.errors import ConfigError
 
 

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 import rayzero
 from rayzero import ZeroConfig
-from rayzero.elastic.requests import ScaleRequest, ask
+from rayzero.elastic.scaling import ScaleRequest, ask
 from rayzero.engine.context import RankContext
 from rayzero.protocol.store import ParameterStore
 from rayzero.slabs.sweep import SHARED_MEMORY, list_slabs, sweep

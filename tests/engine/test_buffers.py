@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import rayzero
-from rayzero.engine.checkpoint.load import load_checkpoint
 from rayzero.engine.context import RankContext, running_in
+from rayzero.engine.full_values import load_checkpoint
 from rayzero.errors import CheckpointError, UnsupportedError
 
 pytestmark = pytest.mark.filterwarnings(

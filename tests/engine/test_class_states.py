@@ -14,9 +14,9 @@ from torch import Tensor, nn
 import rayzero
 from rayzero.config.zero import ZeroConfig
 from rayzero.convert.conversion import convert
-from rayzero.engine.checkpoint.load import load_checkpoint
 from rayzero.engine.context import RankContext, running_in
-from rayzero.kernels.torch_classes.optimizer_states import leaves
+from rayzero.engine.full_values import load_checkpoint
+from rayzero.kernels.optimizer_states import leaves
 
 from .models import prepared_copy
 

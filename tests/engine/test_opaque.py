@@ -16,8 +16,8 @@ import rayzero
 from rayzero import ZeroConfig
 from rayzero.checkpoint import CheckpointReader
 from rayzero.convert.conversion import convert, export_full
-from rayzero.engine.checkpoint.load import load_checkpoint
 from rayzero.engine.context import RankContext, running_in
+from rayzero.engine.full_values import load_checkpoint
 from rayzero.engine.prepare import COMPUTE_DTYPES, plan_units
 from rayzero.engine.start.initial_values import refuse_apart
 from rayzero.errors import CheckpointError, UnsupportedError

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import rayzero
 from rayzero import ZeroConfig
 from rayzero.convert.conversion import convert
-from rayzero.engine.checkpoint.load import load_checkpoint
 from rayzero.engine.context import RankContext, running_in
+from rayzero.engine.full_values import load_checkpoint
 from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
 from rayzero.errors import CheckpointError, ConfigError, UnsupportedError
 from rayzero.store.rank.rank_store import RankStore

@@ -18,7 +18,7 @@ import rayzero
 from rayzero import ZeroConfig
 from rayzero.checkpoint import CheckpointReader, rank_file_name
 from rayzero.checkpoint import writer as checkpoint_writer
-from rayzero.engine.checkpoint import save as snapshot
+from rayzero.engine import checkpoint as snapshot
 from rayzero.engine.context import RankContext, get_context, running_in
 from rayzero.errors import CheckpointError
 from rayzero.owner import checkpoint as owner_snapshot

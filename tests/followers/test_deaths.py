@@ -17,7 +17,7 @@ import torch
 from engine.models import seeded
 
 import rayzero
-from rayzero.elastic.requests import ScaleRequest, ask
+from rayzero.elastic.scaling import ScaleRequest, ask
 from rayzero.engine.context import RankContext
 from rayzero.slabs.sweep import list_slabs
 from rayzero.testing import run_ranks

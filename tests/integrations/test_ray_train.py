@@ -22,7 +22,7 @@ from engine.models import Net, fit, same_bits, seeded
 import rayzero
 from rayzero import ZeroConfig
 from rayzero.cluster.group_owners import GroupEnded, GroupStart, WorkerGroup
-from rayzero.engine.checkpoint.save import chosen_resume
+from rayzero.engine.checkpoint import chosen_resume
 from rayzero.errors import ConfigError, RunFailedError, UnsupportedError
 from rayzero.integrations import ray_train
 from rayzero.integrations.ray_train import Owners, optimizer_actors

@@ -19,7 +19,7 @@ from rayzero import ZeroConfig
 from rayzero.engine.context import RankContext, running_in
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.integrations.transformers import Seq2SeqTrainer, Trainer, save_pretrained
-from rayzero.kernels.torch_classes.optimizer_class import Optimizers
+from rayzero.kernels.optimizer_class import Optimizers
 
 from .training import build
 from .zoo import VOCAB, gpt2, llama, t5

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.optim import _muon
 
 from rayzero.errors import UnsupportedError
-from rayzero.kernels.torch_classes import newton_schulz as cut
-from rayzero.kernels.torch_classes.newton_schulz import as_product, newton_schulz, require_divided
-from rayzero.kernels.torch_classes.optimizer_class import OptimizerMaker
+from rayzero.kernels import newton_schulz as cut
+from rayzero.kernels.newton_schulz import as_product, newton_schulz, require_divided
+from rayzero.kernels.optimizer_class import OptimizerMaker
 
 NEWTON = {"ns_coefficients": (3.4445, -4.775, 2.0315), "ns_steps": 5, "eps": 1e-7}
 MUON = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True, "adjust_lr_fn": None, **NEWTON}

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from rayzero.errors import UnsupportedError
-from rayzero.kernels.torch_classes.optimizer_class import GroupEntries, OptimizerMaker, plain_value
-from rayzero.kernels.torch_classes.optimizer_trial import Scope, require_owned, try_class
+from rayzero.kernels.optimizer_class import GroupEntries, OptimizerMaker, plain_value
+from rayzero.kernels.optimizer_trial import Scope, require_owned, try_class
 from rayzero.protocol.messages import canonical_json
 
 OPTIONS = {"lr": 0.1}

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from rayzero.checkpoint.writer import staging_path, write_rank_state
 from rayzero.errors import ConfigError, UnsupportedError
-from rayzero.kernels.torch_classes.optimizer_class import OptimizerMaker
-from rayzero.kernels.torch_classes.optimizer_trial import require_owned
+from rayzero.kernels.optimizer_class import OptimizerMaker
+from rayzero.kernels.optimizer_trial import require_owned
 from rayzero.owner.owned_model import choose_rule
 from rayzero.owner.rules import AdamRule
 from rayzero.protocol.hyper import resolve_optimizer
@@ -232,8 +232,8 @@ def test_what_owners_cannot_run_is_refused_by_name(cls: type[torch.optim.Optimiz
 
 @pytest.mark.parametrize("name", ["LBFGS", "SparseAdam"])
 def test_the_trial_alone_would_refuse_them_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rayzero.kernels.torch_classes.optimizer_trial._REFUSED", {})
-    monkeypatch.setattr("rayzero.kernels.torch_classes.optimizer_trial._verdicts", {})
+    monkeypatch.setattr("rayzero.kernels.optimizer_trial._REFUSED", {})
+    monkeypatch.setattr("rayzero.kernels.optimizer_trial._verdicts", {})
     cls = getattr(torch.optim, name)
     group = cls([torch.zeros((4, 4), requires_grad=True)]).param_groups[0]
     with pytest.raises(UnsupportedError, match=name):

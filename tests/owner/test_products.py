@@ -15,7 +15,7 @@ from store.toy import WAIT, PlainAdamW, equal, random_grads
 from torch import Tensor
 
 from rayzero.errors import StoreError
-from rayzero.kernels.torch_classes.newton_schulz import as_product, newton_schulz
+from rayzero.kernels.newton_schulz import as_product, newton_schulz
 from rayzero.owner.classes import products
 from rayzero.protocol.messages import MASTER, PRODUCT, Action, ModelSpec
 from rayzero.protocol.products import matrices_of, multiplying_ranks

@@ -89,7 +89,9 @@ def test_training_loads_no_format_of_other_systems(tmp_path: Path) -> None:
     assert {"torch.distributed.checkpoint", "torch.distributed.tensor"} & modules == set()
 
 
-@pytest.mark.parametrize("module", ["rayzero.cluster.janitor", "rayzero.slabs.sweep", "rayzero.cluster.loggers.feed"])
+@pytest.mark.parametrize(
+    "module", ["rayzero.cluster.janitor", "rayzero.slabs.sweep", "rayzero.cluster.files.logger_feed"]
+)
 def test_processes_that_outlive_others_load_neither_torch_nor_ray(module: str, tmp_path: Path) -> None:
     assert run(f"import {module}", tmp_path)[0] & {"torch", "numpy", "ray", "grpc"} == set()
 

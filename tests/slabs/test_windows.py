@@ -14,7 +14,7 @@ from rayzero.errors import MemoryPlanError, StoreClosedError, UnsupportedError
 from rayzero.quantities import PAGE
 from rayzero.slabs.header import SlabFacts, lay_out_slab
 from rayzero.slabs.slab import Slab, create_slabs
-from rayzero.store.rank.memory.unit_windows import Window, WindowPiece, can_map
+from rayzero.store.rank.unit_windows import Window, WindowPiece, can_map
 from tests.cuda_driver import OURS, Driver, driver
 
 __all__ = ["driver"]

@@ -11,8 +11,7 @@ import socket
 import struct
 from collections.abc import Callable
 
-from rayzero.security.chunk_cipher import TAG_BYTES
-from rayzero.store.wire.tensor_stream import TICKET_BYTES
+from rayzero.store.wire.tensor_stream import TAG_BYTES, TICKET_BYTES
 from store.http2 import DATA, OPENING
 from store.proxy import Proxy
 

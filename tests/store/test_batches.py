@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rayzero.store.host.transfers.batches import BATCH_BYTES, Batches
+from rayzero.store.host.transfer_calls import BATCH_BYTES, Batches
 
 
 @dataclass(frozen=True)

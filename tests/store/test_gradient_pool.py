@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayzero.protocol.gradient_sum import POOL_ALIGN
-from rayzero.store.rank.memory.gradient_region import GradientPool
+from rayzero.store.rank.gradient_region import GradientPool
 
 SIZE = 16 * POOL_ALIGN
 

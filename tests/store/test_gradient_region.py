@@ -19,9 +19,9 @@ from rayzero.owner.memory import carve
 from rayzero.owner.service import ShardService
 from rayzero.protocol.gradient_sum import GradientMemory, gradient_sizes, pool_room
 from rayzero.protocol.messages import AT_HOME, IN_TOTAL, Contribution, FinishReport, ModelSpec, Pushed, pack_presence
-from rayzero.store.host.publish_board import PublishBoard
+from rayzero.store.host.waits import PublishBoard
 from rayzero.store.rank.connection import Announce, Epochs, GradientSender, Joined, nothing
-from rayzero.store.rank.memory.gradient_region import GradientRegion, gradient_region
+from rayzero.store.rank.gradient_region import GradientRegion, gradient_region
 from rayzero.store.rank.pushes import Pushes, Route
 from rayzero.telemetry.recorder import NullRecorder
 

@@ -14,8 +14,7 @@ import torch
 
 from rayzero.concurrency.futures import Gather
 from rayzero.protocol.messages import Contribution, FinishReport, ModelSpec, Pushed, Summand
-from rayzero.store.host.host_sums import HostSums, next_round
-from rayzero.store.host.summed_ranks import SettledUnit, SummedRanks
+from rayzero.store.host.host_sums import HostSums, SettledUnit, SummedRanks, next_round
 from rayzero.store.shm.shared_plan import SharedPlan
 from rayzero.store.shm.words import GradientBytes, Part, adding_threads, settled
 from tests.support.waiting import until

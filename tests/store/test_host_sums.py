@@ -21,12 +21,12 @@ from rayzero.layout.model_layout import Shard
 from rayzero.protocol.messages import Contribution, ModelSpec, pack_presence
 from rayzero.protocol.ownership import Ownership
 from rayzero.slabs.sweep import SHARED_MEMORY
-from rayzero.store.host.summed_ranks import SummedRanks
-from rayzero.store.host.transfers.calls import Sending
-from rayzero.store.host.transfers.wire import PushedUnit
+from rayzero.store.host.host_sums import SummedRanks
+from rayzero.store.host.transfer_calls import Sending
+from rayzero.store.host.wire_transfers import PushedUnit
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import serve_models
-from rayzero.store.rank.memory import rank_memory
+from rayzero.store.rank import rank_memory
 from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.remote.remote_connection import RankTerms, RemoteConnection
 from rayzero.store.shm.shared_plan import SharedPlan
@@ -381,7 +381,7 @@ def test_a_directory_that_is_too_small_leaves_each_rank_alone(
     stack: ExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     place = Place(stack, [0, 0])
-    monkeypatch.setattr("rayzero.store.rank.memory.rank_memory._size_of", lambda directory: 4096)
+    monkeypatch.setattr("rayzero.store.rank.rank_memory._size_of", lambda directory: 4096)
     ranks = place.start(make_spec(2))
     assert not any(map(summed, ranks))
     assert "leave it rank by rank" in caplog.text

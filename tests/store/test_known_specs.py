@@ -11,7 +11,7 @@ import pytest
 from rayzero.errors import HandshakeError, TransferError
 from rayzero.protocol.messages import ModelSpec
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.owner.known_specs import KnownSpecs
+from rayzero.store.owner.calls.rank_links import KnownSpecs
 from rayzero.store.wire import translate
 
 from .toy import make_spec

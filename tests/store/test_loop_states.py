@@ -16,7 +16,7 @@ from rayzero.protocol.messages import AT_COMMIT, AT_FORWARD, LoopState, MeanInpu
 from rayzero.slabs.header import lay_out_slab
 from rayzero.slabs.slab import Slab
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.rank.memory.shared_memory import SharedRank
+from rayzero.store.rank.shared_memory import SharedRank
 from rayzero.store.remote.lead_line import LoopHistory, newest
 from rayzero.store.shm import recovery
 from rayzero.store.shm.recovery import LoopSlab, remove_former_lives

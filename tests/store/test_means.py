@@ -13,7 +13,7 @@ import torch
 
 from rayzero.errors import ConfigError, RankLeftError, StallError, StepMismatchError, StoreError
 from rayzero.lead.lead import StepLead
-from rayzero.lead.means import Means
+from rayzero.lead.requests import Means
 from rayzero.protocol.messages import COMPUTE, MEAN_BYTES, MeanInput
 from rayzero.protocol.store import ParameterStore
 from store.stores import STORES, StoreFactory

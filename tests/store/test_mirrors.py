@@ -222,7 +222,7 @@ def test_a_change_that_does_not_fit_is_followed_by_the_shard(
         return apply_record(record, before, after, values)
 
     if what == "for other bytes":
-        monkeypatch.setattr("rayzero.store.host.transfers.calls.apply_record", apply_to_others)
+        monkeypatch.setattr("rayzero.store.host.transfer_calls.apply_record", apply_to_others)
     else:
         monkeypatch.setattr("rayzero.store.owner.handlers.to_record", spoil)
     ranks, alone = place.start(spec), start(stack.enter_context(inprocess(1, OWNERS)), spec)

@@ -1,4 +1,4 @@
-"""What processes have open, counted, and what rayzero/store/file_counts.py says that they may have."""
+"""What processes have open, counted, and what rayzero/cluster/nodes/resources.py says that they may have."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import psutil
 import pytest
 from forked import forked
 
+from rayzero.cluster.nodes.resources import PROCESS, files_of_owner, files_of_rank, most_ranks, tensor_connections
 from rayzero.concurrency.processes import this_process
 from rayzero.protocol.ownership import Ownership
 from rayzero.slabs.sweep import SHARED_MEMORY
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.file_counts import PROCESS, files_of_owner, files_of_rank, most_ranks, tensor_connections
-from rayzero.store.host.transfers import batches
+from rayzero.store.host.transfer_calls import TransferThreads, most_transfers
 from rayzero.store.shm.signals import why_no_sharing
 from rayzero.store.wire import translate
 from rayzero.store.wire.rpc import STORE_SERVICE, life_metadata, methods, open_channel, token_metadata
@@ -114,9 +114,9 @@ def test_a_rank_has_no_connection_to_a_door_of_another_host_once_it_has_attached
 
 @pytest.mark.parametrize("num_owners", [1, 2, 3, 4, 7, 8, 64, 256])
 def test_a_rank_has_no_more_transfers_with_an_owner_than_threads_for_it(num_owners: int) -> None:
-    threads = batches.TransferThreads(num_owners, "rank 0")
+    threads = TransferThreads(num_owners, "rank 0")
     threads.close()
-    assert batches.most_transfers(num_owners) == threads.streams + min(3 * threads.streams, threads.pushes._max_workers)
+    assert most_transfers(num_owners) == threads.streams + min(3 * threads.streams, threads.pushes._max_workers)
     assert tensor_connections(num_owners) <= 4
 
 

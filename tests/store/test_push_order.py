@@ -6,7 +6,7 @@ import pytest
 
 from rayzero.errors import AccumulationError
 from rayzero.protocol.messages import Contribution
-from rayzero.store.host.push_order import PushOrder
+from rayzero.store.host.waits import PushOrder
 
 
 def push(seq: int, *, step: int = 0, attempt: int = 0, unit: int = 0) -> Contribution:

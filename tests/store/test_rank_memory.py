@@ -12,10 +12,10 @@ import torch
 
 from rayzero.errors import EpochOverError, StoreClosedError
 from rayzero.protocol.messages import Contribution, SharedPaths
-from rayzero.store.host.publish_board import PublishBoard
+from rayzero.store.host.waits import PublishBoard
 from rayzero.store.owner.hosted import HostedModels
-from rayzero.store.rank.memory import rank_memory
-from rayzero.store.rank.memory.rank_memory import RankMemory
+from rayzero.store.rank import rank_memory
+from rayzero.store.rank.rank_memory import RankMemory
 from rayzero.store.shm.shared_plan import SharedPlan
 from rayzero.store.shm.signals import available
 

@@ -14,10 +14,9 @@ from rayzero.errors import StallError
 from rayzero.protocol.gradient_sum import NOTHING_LEFT, FormerRank, GradientMemory
 from rayzero.protocol.messages import Contribution, Published, Pushed
 from rayzero.store.host.links.channel import BrokenLinkError, Channel
-from rayzero.store.host.publish_board import PublishBoard
-from rayzero.store.host.push_order import PushOrder
-from rayzero.store.host.transfers.wire import PushedUnit, WireTransfers
-from rayzero.store.rank.memory.gradient_region import gradient_memory, gradient_region
+from rayzero.store.host.waits import PublishBoard, PushOrder
+from rayzero.store.host.wire_transfers import PushedUnit, WireTransfers
+from rayzero.store.rank.gradient_region import gradient_memory, gradient_region
 from rayzero.store.remote.ways import RepeatedPushes
 from rayzero.store.shm.shared_plan import SharedPlan
 

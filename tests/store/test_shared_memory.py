@@ -23,8 +23,8 @@ from rayzero.slabs.header import lay_out_slab
 from rayzero.slabs.slab import Slab
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.memory.slabs import OwnerSlabs
-from rayzero.store.rank.memory.shared_memory import SharedRank, doubt_of_locks
-from rayzero.store.rank.memory.unit_windows import UnitWindows
+from rayzero.store.rank.shared_memory import SharedRank, doubt_of_locks
+from rayzero.store.rank.unit_windows import UnitWindows
 from rayzero.store.shm.mailbox import SLOTS, Cells
 from rayzero.store.shm.shard_lines import ShardLines, TotalLines
 from rayzero.store.shm.shared_plan import SharedPlan

@@ -10,14 +10,14 @@ from clock import Clock
 
 from rayzero.concurrency.futures import failed, settled
 from rayzero.errors import StallError, StoreClosedError, StoreError
-from rayzero.store.host.stall import StallWatch
+from rayzero.store.host.waits import StallWatch
 from store.toy import WAIT
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("rayzero.store.host.stall.monotonic", clock)
+    monkeypatch.setattr("rayzero.store.host.waits.monotonic", clock)
     return clock
 
 

@@ -26,8 +26,8 @@ from rayzero.errors import StallError, TransferError
 from rayzero.security.authority import Authority
 from rayzero.security.credentials import ANY_RANK, OWNER, Identity
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.host.transfers import wire as wire_transfers
-from rayzero.store.host.transfers.calls import Sending
+from rayzero.store.host import wire_transfers as wire_transfers
+from rayzero.store.host.transfer_calls import Sending
 from rayzero.store.owner import tensor_port
 from rayzero.store.owner.calls.allowance import TooManyCallsError
 from rayzero.store.owner.server import OwnerServer

@@ -87,7 +87,7 @@ _UPDATES, _LEAD = "rayzero.owner.updates:StepUpdates", "rayzero.lead.lead:StepLe
 _SERVER = "rayzero.store.owner.server:OwnerServer"
 _MIRROR = "rayzero.store.host.mirrors:Mirror"
 _MIRRORED = "rayzero.store.host.mirror_memory:MirrorMemory"
-_SUMS, _SUMMED = "rayzero.store.host.host_sums:HostSums", "rayzero.store.host.summed_ranks:SummedRanks"
+_SUMS, _SUMMED = "rayzero.store.host.host_sums:HostSums", "rayzero.store.host.host_sums:SummedRanks"
 _ENGINE, _STEP, _STORE = (
     "rayzero.engine.engine:Engine",
     "rayzero.engine.rank_step:RankStep",
@@ -190,16 +190,16 @@ POINTS = {
     # a rank: its start, also in a later life
     "rank.attach": Point(f"{_STORE}.attach", _BEFORE),
     "rank.attached": Point(f"{_STORE}.attach", _AFTER),
-    "rank.meet": Point("rayzero.store.rank.memory.shared_memory:SharedRank._met", _BEFORE),
-    "rank.met": Point("rayzero.store.rank.memory.shared_memory:SharedRank._met", _AFTER),
+    "rank.meet": Point("rayzero.store.rank.shared_memory:SharedRank._met", _BEFORE),
+    "rank.met": Point("rayzero.store.rank.shared_memory:SharedRank._met", _AFTER),
     "rank.rejoin": Point("rayzero.store.remote.remote_connection:RemoteConnection.rejoin", _BEFORE),
     # a rank: a step
     "rank.fetch": Point("rayzero.engine.units.unit_cache:UnitCache._fetch", _BEFORE),
     "rank.forward": Point(f"{_ENGINE}.close_units", _BEFORE),
     "rank.backward": Point(f"{_ENGINE}.completed", _BEFORE),
     "rank.push": Point(f"{_STEP}.push", _BEFORE),
-    "rank.announce": Point("rayzero.store.rank.memory.shared_memory:SharedRank.announce", _BEFORE, repeats=True),
-    "rank.tells-door": Point("rayzero.store.rank.memory.shared_memory:SharedRank.finished", _BEFORE),
+    "rank.announce": Point("rayzero.store.rank.shared_memory:SharedRank.announce", _BEFORE, repeats=True),
+    "rank.tells-door": Point("rayzero.store.rank.shared_memory:SharedRank.finished", _BEFORE),
     "rank.pushed": Point(f"{_STEP}.push", _AFTER),
     "rank.pushed-last": Point(f"{_STEP}.landed", _AFTER),
     "rank.clip": Point(f"{_STEP}.clip_norm", _BEFORE),
@@ -212,7 +212,7 @@ POINTS = {
     # a rank: a change of the owners
     "rank.change": Point(f"{_STORE}.change", _BEFORE),
     "rank.take-over": Point("rayzero.store.remote.remote_connection:RemoteConnection.take_over", _BEFORE),
-    "rank.greeted": Point("rayzero.store.rank.memory.shared_memory:SharedRank.enter", _BEFORE),
+    "rank.greeted": Point("rayzero.store.rank.shared_memory:SharedRank.enter", _BEFORE),
     "rank.shared": Point("rayzero.store.remote.lead_line:LoopHistory.give_all", _BEFORE),
     "rank.changed": Point(f"{_STORE}.change", _AFTER),
     # a rank: means, writes, checkpoints, calls

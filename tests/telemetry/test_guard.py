@@ -22,13 +22,12 @@ import pytest
 import yaml
 from clock import Clock
 
+from rayzero.cluster.processes.process_exporter import Exporter
 from rayzero.errors import ConfigError
 from rayzero.security.authority import LASTS
 from rayzero.security.metrics_access import MetricsAccess
 from rayzero.telemetry import http as server
-from rayzero.telemetry.exporter import Exporter
-from rayzero.telemetry.guard import Guard, Protection
-from rayzero.telemetry.http import HANDSHAKE_S, Page
+from rayzero.telemetry.http import HANDSHAKE_S, Guard, Page, Protection
 from rayzero.telemetry.metric import Role
 from rayzero.telemetry.names import STEP
 from rayzero.telemetry.recorder import MemoryRecorder

@@ -7,9 +7,9 @@ import asyncio
 from prometheus_client import CollectorRegistry
 
 from rayzero.cluster.processes.coordinator import Coordinator
+from rayzero.cluster.processes.process_exporter import RecorderCollector
 from rayzero.elastic.reform import Step
 from rayzero.telemetry import names
-from rayzero.telemetry.exporter import RecorderCollector
 from rayzero.telemetry.metric import Metric, Role
 
 CHANGES = [metric for metric in names.METRICS if metric.only == "a change of the optimizers"]

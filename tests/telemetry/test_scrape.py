@@ -9,8 +9,8 @@ from contextlib import closing
 
 import pytest
 
+from rayzero.cluster.processes.process_exporter import Exporter
 from rayzero.telemetry import names
-from rayzero.telemetry.exporter import Exporter
 from rayzero.telemetry.http import Page
 from rayzero.telemetry.metric import Role
 from rayzero.telemetry.recorder import MemoryRecorder

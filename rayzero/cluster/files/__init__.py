@@ -1,1 +1,1 @@
-"""A run's files: its record, its lock, its checkpoints, metrics.jsonl and its trace."""
+"""A run's files: its record, lock, checkpoints, trace and metrics.jsonl, which a process for each logger follows."""

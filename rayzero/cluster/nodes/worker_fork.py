@@ -13,7 +13,7 @@ driver alone, and has it import Ray for the job that the driver will most likely
 forked.
 
 [Note: what a raylet runs] Ray's program imports Ray, for half a CPU second a worker, to run a command that a runtime
-environment names, which is a shell that becomes another interpreter (actors/actor_calls.py). This file as a program
+environment names, which is a shell that becomes another interpreter (cluster/actor_calls.py). This file as a program
 knows a worker of a run by its environment, and has it forked. Every other one is left to Ray's.
 """
 

@@ -1,5 +1,5 @@
 """Follows a run whose processes are up to its end: waits for events, and passes each on. Measures how long ranks wait
-for updates meanwhile, and asks for as many optimizer actors as elastic/autoscaler.py wants."""
+for updates meanwhile, and asks for as many optimizer actors as elastic/scaling.py wants."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import Any
 
 import ray
 
-from rayzero.cluster.actors.actor_calls import ANSWER_S, STOP_S, control
-from rayzero.cluster.actors.run_actors import RunActors
+from rayzero.cluster.actor_calls import ANSWER_S, STOP_S, control
 from rayzero.cluster.files.key_files import FOLLOWER_FILE, VIEWER_FILE, write_key
 from rayzero.cluster.files.run_dir import StartPoint
 from rayzero.cluster.janitor import Remains
@@ -20,15 +19,15 @@ from rayzero.cluster.journal import Journal, RunRequest
 from rayzero.cluster.processes.coordinator import HeardReports, News
 from rayzero.cluster.processes.rank_worker import RankSettings
 from rayzero.cluster.run import Load, Recovery, Rescaled, RunState, rank_name
+from rayzero.cluster.run_actors import RunActors
 from rayzero.cluster.supervision import Failure, RankOutcome, Verdict, Watch, is_lost, postponed, shielded
 from rayzero.cluster.upkeep.ray_processes import RayProcesses
 from rayzero.cluster.upkeep.renewal import Renewal
 from rayzero.cluster.upkeep.replacement import Replacement
 from rayzero.cluster.upkeep.rescaling import Rescaling
-from rayzero.elastic.autoscaler import Bounds, History, StepWindow, given_up, look
 from rayzero.elastic.controller import Controller, still_outlived
 from rayzero.elastic.members import Ended, MemberId, MemberKind
-from rayzero.elastic.requests import ScaleRequest, take
+from rayzero.elastic.scaling import Bounds, History, ScaleRequest, StepWindow, given_up, look, take
 from rayzero.errors import RunFailedError
 from rayzero.protocol.ownership import Ownership, device_owners
 

@@ -16,11 +16,11 @@ from typing import Any
 
 import ray
 
-from rayzero.cluster.actors.actor_calls import ANSWER_S, START_S, ReachTrial, control, failure_from_ray
-from rayzero.cluster.actors.roster import Joining
-from rayzero.cluster.actors.run_actors import RunActors
+from rayzero.cluster.actor_calls import ANSWER_S, START_S, ReachTrial, control, failure_from_ray
 from rayzero.cluster.processes.rank_worker import PackedLoop, RankSettings
+from rayzero.cluster.roster import Joining
 from rayzero.cluster.run import actor_name
+from rayzero.cluster.run_actors import RunActors
 from rayzero.cluster.supervision import Failure, death_of
 from rayzero.concurrency.processes import Sleepers, process_with, watch_process
 from rayzero.elastic.members import Answered, Died, Event, MemberId, MemberKind, Process, Serves

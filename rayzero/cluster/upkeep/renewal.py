@@ -16,8 +16,8 @@ from typing import Any
 
 import ray
 
-from rayzero.cluster.actors.actor_calls import failure_from_ray
-from rayzero.cluster.actors.run_actors import RunActors
+from rayzero.cluster.actor_calls import failure_from_ray
+from rayzero.cluster.run_actors import RunActors
 from rayzero.errors import ConfigError, RayZeroError
 
 LOOK_S = 60.0  # between two looks, and between two tries

@@ -6,10 +6,10 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rayzero.cluster.actors.run_actors import RunActors
 from rayzero.cluster.journal import Journal
 from rayzero.cluster.nodes.session import ray_answers
 from rayzero.cluster.run import Recovery, actor_name
+from rayzero.cluster.run_actors import RunActors
 from rayzero.cluster.supervision import Failure, OneCause, death_of, postponed
 from rayzero.cluster.upkeep.ray_processes import Death, RayProcesses
 from rayzero.cluster.upkeep.rescaling import Rescaling

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rayzero.cluster.actors.run_actors import RunActors
 from rayzero.cluster.files.run_record import LOST, run_status
 from rayzero.cluster.journal import Journal
 from rayzero.cluster.nodes.places import check_memory, check_nodes, choose, is_placed
 from rayzero.cluster.nodes.session import alive_nodes
 from rayzero.cluster.run import Rescaled, RunState, optimizer_name
+from rayzero.cluster.run_actors import RunActors
 from rayzero.cluster.upkeep.ray_processes import RayProcesses
 from rayzero.config import ScalingConfig, ZeroConfig
 from rayzero.config.zero import Placement
@@ -21,7 +21,7 @@ from rayzero.elastic import reform
 from rayzero.elastic.controller import Action, Supervisor, still_outlived
 from rayzero.elastic.members import Answered, Event, MemberKind, Serves
 from rayzero.elastic.reform import Step, with_doors
-from rayzero.elastic.requests import ScaleRequest, ask, withdraw
+from rayzero.elastic.scaling import ScaleRequest, ask, withdraw
 from rayzero.errors import ConfigError, RunFailedError
 from rayzero.layout.shard_map import Rescale
 from rayzero.protocol.ownership import Prepared, device_owners

@@ -40,7 +40,7 @@ from rayzero.convert.formats.content import (
     damaged,
 )
 from rayzero.errors import CheckpointError, UnsupportedError
-from rayzero.kernels.torch_classes.optimizer_class import Optimizers, path_of
+from rayzero.kernels.optimizer_class import Optimizers, path_of
 from rayzero.layout.model_layout import ModelLayout, ParamSlot, UnitLayout, dtype_from_name, dtype_name, lay_out_unit
 from rayzero.protocol.messages import CLASS, COMPUTE, MASTER, CheckpointInfo, FileEntry, ModelSpec
 

@@ -68,8 +68,16 @@ from rayzero.engine.optimizer.param_groups import put_options, saved_options
 from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
 from rayzero.engine.start.buffers import ChangingBuffers
 from rayzero.errors import StateLostError
-from rayzero.protocol.bits import digest_of
-from rayzero.protocol.messages import AT_COMMIT, AT_FORWARD, COMPUTE, GROUP, MOST_LOOP_STATE, LoopState, MeanInput
+from rayzero.protocol.messages import (
+    AT_COMMIT,
+    AT_FORWARD,
+    COMPUTE,
+    GROUP,
+    MOST_LOOP_STATE,
+    LoopState,
+    MeanInput,
+    digest_of,
+)
 from rayzero.quantities import count, format_bytes
 
 log = logging.getLogger(__name__)

@@ -34,7 +34,7 @@ from torch.optim import lr_scheduler
 from rayzero.checkpoint.state_values import is_packable
 from rayzero.errors import CheckpointError, UnsupportedError
 from rayzero.kernels import ADAMS
-from rayzero.kernels.torch_classes.optimizer_class import (
+from rayzero.kernels.optimizer_class import (
     HOOKS,
     OptimizerMaker,
     Optimizers,
@@ -44,7 +44,7 @@ from rayzero.kernels.torch_classes.optimizer_class import (
     plain_value,
     refuse_reads,
 )
-from rayzero.kernels.torch_classes.optimizer_trial import refuse_known, stand_in
+from rayzero.kernels.optimizer_trial import refuse_known, stand_in
 from rayzero.protocol.messages import CLASS, Hyper
 
 log = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """Reads the optimizer's state from the owners, and writes it to them, in torch's own format.
 
 What a class keeps for a parameter's shape, we learn from the class; owners give and take it as kinds, flat vectors of
-a unit ([Note: leaves] in kernels/torch_classes/optimizer_states.py). ``step`` is the owners' own count of a parameter's
+a unit ([Note: leaves] in kernels/optimizer_states.py). ``step`` is the owners' own count of a parameter's
 updates.
 """
 
@@ -17,8 +17,8 @@ from rayzero.engine.engine import Engine
 from rayzero.engine.units.param_unit import ParamUnit
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.kernels import ADAMS
-from rayzero.kernels.torch_classes.optimizer_class import OptimizerMaker, State
-from rayzero.kernels.torch_classes.optimizer_states import (
+from rayzero.kernels.optimizer_class import OptimizerMaker, State
+from rayzero.kernels.optimizer_states import (
     StateForms,
     described,
     flat_states,
@@ -29,7 +29,7 @@ from rayzero.kernels.torch_classes.optimizer_states import (
     read_leaf,
     with_leaves,
 )
-from rayzero.kernels.torch_classes.optimizer_trial import refuse_vectors, require_owned
+from rayzero.kernels.optimizer_trial import refuse_vectors, require_owned
 from rayzero.layout.model_layout import ParamSlot, Shape
 from rayzero.modes import outside_modes
 from rayzero.protocol.messages import CLASS, STEP, Hyper

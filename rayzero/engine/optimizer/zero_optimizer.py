@@ -24,7 +24,7 @@ from rayzero.engine.optimizer.states import (
 from rayzero.engine.private_torch import inverse_scale, route_scheduler_loads, route_unscaling
 from rayzero.engine.rank_step import RankStep
 from rayzero.errors import ConfigError, UnsupportedError
-from rayzero.kernels.torch_classes.optimizer_class import (
+from rayzero.kernels.optimizer_class import (
     HOOKS,
     GroupEntries,
     OptimizerMaker,

@@ -18,7 +18,7 @@ from rayzero.engine.private_torch import has_memory
 from rayzero.engine.units.partition import share_elements
 from rayzero.errors import CheckpointError, UnsupportedError
 from rayzero.layout.model_layout import dtype_name
-from rayzero.protocol.bits import same_bits
+from rayzero.protocol.messages import same_bits
 
 
 def refuse_buffers(model: nn.Module) -> None:

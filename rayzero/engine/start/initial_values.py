@@ -31,8 +31,7 @@ from rayzero.engine.start.unit_init import Init, UnitInit
 from rayzero.engine.units.partition import UnitPlan, is_opaque
 from rayzero.errors import CheckpointError, ConfigError, UnsupportedError
 from rayzero.layout.model_layout import ParamSlot, UnitLayout, dtype_name
-from rayzero.protocol.bits import same_bits
-from rayzero.protocol.messages import COMPUTE
+from rayzero.protocol.messages import COMPUTE, same_bits
 from rayzero.tensor_metadata import class_name, own_class, plain
 
 _SEEN = 1 << 16  # elements; of 4-bit codes viewed as floats, at least one of some thousand is NaN

@@ -48,7 +48,7 @@ from rayzero.engine.units.residency import Fetching, UnitBuffer, Waited
 from rayzero.errors import UnsupportedError
 from rayzero.layout.model_layout import UnitLayout
 from rayzero.modes import outside_graphs
-from rayzero.protocol.bits import same_bits
+from rayzero.protocol.messages import same_bits
 from rayzero.tensor_metadata import plain
 
 _DATA: Any = Tensor.data

@@ -37,8 +37,7 @@ from rayzero.engine.units.written_units import WrittenUnits
 from rayzero.errors import MemoryPlanError, UnsupportedError
 from rayzero.layout.model_layout import layer_groups
 from rayzero.memory.pool import buffer_bytes
-from rayzero.protocol.bits import digest_of, same_bits
-from rayzero.protocol.messages import COMPUTE, Write
+from rayzero.protocol.messages import COMPUTE, Write, digest_of, same_bits
 from rayzero.telemetry.names import (
     MAX_GROUPS,
     PINNED_UNITS,

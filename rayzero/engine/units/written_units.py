@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rayzero.engine.units.param_unit import ParamUnit, UnitState
-from rayzero.protocol.bits import digest_of
+from rayzero.protocol.messages import digest_of
 
 
 class SentWrites(Protocol):

@@ -21,9 +21,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from rayzero.errors import UnsupportedError
-from rayzero.kernels.rank_sum import RankSum
-from rayzero.kernels.torch_classes.newton_schulz import fed
-from rayzero.kernels.torch_classes.optimizer_class import (
+from rayzero.kernels.newton_schulz import fed
+from rayzero.kernels.optimizer_class import (
     OptimizerMaker,
     State,
     by_group,
@@ -31,7 +30,7 @@ from rayzero.kernels.torch_classes.optimizer_class import (
     set_options,
     step_alone,
 )
-from rayzero.kernels.torch_classes.optimizer_states import (
+from rayzero.kernels.optimizer_states import (
     StateForms,
     fill_leaf,
     flat_states,
@@ -43,6 +42,7 @@ from rayzero.kernels.torch_classes.optimizer_states import (
     unkept,
     with_leaves,
 )
+from rayzero.kernels.rank_sum import RankSum
 from rayzero.kernels.torch_kernel import TILE
 from rayzero.layout.model_layout import Shard, SlotSlice, UnitLayout, aligned
 from rayzero.owner.shard import OwnedShard, ShardWork
@@ -124,7 +124,7 @@ class StateRoom:
         return taking[0]
 
     def kinds(self, unit: UnitLayout) -> set[str]:
-        """All kinds of a unit's states. See [Note: leaves] in kernels/torch_classes/optimizer_states.py."""
+        """All kinds of a unit's states. See [Note: leaves] in kernels/optimizer_states.py."""
         found = set[str]()
         for index, slot in enumerate(unit.slots):
             shape = tuple(slot.shape) if self.whole else (aligned(slot.numel),)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rayzero.concurrency.futures import chain, fail, failed, settle
 from rayzero.errors import StoreError
-from rayzero.kernels.torch_classes.newton_schulz import Products, answered, as_product
+from rayzero.kernels.newton_schulz import Products, answered, as_product
 from rayzero.owner.shard import OwnedShard, ShardWork, StepWork
 from rayzero.protocol.messages import ModelSpec
 from rayzero.protocol.products import PRODUCT_DTYPE, Matrix, matrices_of, multiplying_ranks, product_work, shards_ahead

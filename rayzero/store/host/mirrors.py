@@ -25,7 +25,7 @@ from rayzero.errors import RayZeroError, StallError, StoreClosedError, TransferE
 from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.protocol.messages import Published
 from rayzero.store.host.mirror_memory import MirrorMemory
-from rayzero.store.host.transfers.wire import WireTransfers
+from rayzero.store.host.wire_transfers import WireTransfers
 
 log = logging.getLogger(__name__)
 

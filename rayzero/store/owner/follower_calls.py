@@ -21,8 +21,7 @@ from rayzero.protocol.messages import canonical_json
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.calls.allowance import TooManyCallsError
 from rayzero.store.owner.calls.long_polls import result_of
-from rayzero.store.owner.publish_streams import PublishStream
-from rayzero.store.owner.served_model import ServedModel
+from rayzero.store.owner.served_model import PublishStream, ServedModel
 from rayzero.store.owner.tensor_port import OwnerStream
 from rayzero.store.owner.upload_stream import connection_of, open_connection
 from rayzero.store.wire.payload import byte_view

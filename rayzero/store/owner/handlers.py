@@ -27,11 +27,10 @@ from rayzero.protocol.products import dtype_of
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.calls.allowance import WrongSenderError
 from rayzero.store.owner.calls.long_polls import LEAD_CALLS, Repeats, answers_to, begin_questions, ended, result_of
+from rayzero.store.owner.calls.rank_links import KnownSpecs
 from rayzero.store.owner.follower_calls import FollowerCalls
-from rayzero.store.owner.known_specs import KnownSpecs
 from rayzero.store.owner.memory.shared_owner import SharedOwner
-from rayzero.store.owner.publish_streams import PublishStream
-from rayzero.store.owner.served_model import ServedModel
+from rayzero.store.owner.served_model import PublishStream, ServedModel
 from rayzero.store.owner.tensor_port import OwnerStream
 from rayzero.store.owner.upload_stream import UploadStream, connection_of, open_connection, receive_push
 from rayzero.store.wire import translate

@@ -40,9 +40,9 @@ from rayzero.protocol.messages import (
     StepInputs,
     Write,
 )
-from rayzero.store.rank.memory.gradient_region import GradientRegion
-from rayzero.store.rank.memory.shared_memory import SharedRank
-from rayzero.store.rank.memory.unit_windows import UnitWindows
+from rayzero.store.rank.gradient_region import GradientRegion
+from rayzero.store.rank.shared_memory import SharedRank
+from rayzero.store.rank.unit_windows import UnitWindows
 from rayzero.telemetry.recorder import Recorder
 
 T = TypeVar("T")

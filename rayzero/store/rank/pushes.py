@@ -16,9 +16,9 @@ from rayzero.errors import StoreClosedError
 from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.protocol.gradient_sum import ScatteredUnit
 from rayzero.protocol.messages import Contribution, Pushed
-from rayzero.store.host.push_order import PushOrder
+from rayzero.store.host.waits import PushOrder
 from rayzero.store.rank.connection import Announce, Connection, GradientSender, Joined, Transfers, Versions, nothing
-from rayzero.store.rank.memory.gradient_region import GradientRegion
+from rayzero.store.rank.gradient_region import GradientRegion
 from rayzero.store.traffic import count_bytes, watch_gradients
 from rayzero.telemetry.recorder import End
 

@@ -31,7 +31,6 @@ from rayzero.concurrency.futures import (
 from rayzero.errors import EpochOverError, RayZeroError, StoreClosedError, StoreError
 from rayzero.layout.model_layout import Shard, UnitLayout, dtype_name
 from rayzero.memory.process_memory import give_back_freed
-from rayzero.protocol.bits import digest_of
 from rayzero.protocol.gradient_sum import ScatteredUnit
 from rayzero.protocol.messages import (
     COMPUTE,
@@ -49,10 +48,11 @@ from rayzero.protocol.messages import (
     Norm,
     StepInputs,
     Write,
+    digest_of,
 )
 from rayzero.store.rank.connection import ChangingConnection, Connection, Joined, LeadLine, Transfers
-from rayzero.store.rank.memory.unit_windows import UnitWindows
 from rayzero.store.rank.pushes import Pushes, Route, route_of
+from rayzero.store.rank.unit_windows import UnitWindows
 from rayzero.store.traffic import tell_build
 from rayzero.store.wire.payload import require_flat
 from rayzero.telemetry.metric import Metric

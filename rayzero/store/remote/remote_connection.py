@@ -20,10 +20,9 @@ from rayzero.security.credentials import Identity
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.host.links.channel import QUICK_S, Caller
 from rayzero.store.host.links.owner_link import AnyChannel, LinkUser, OwnerLink, say_goodbye
-from rayzero.store.host.publish_board import PublishBoard
-from rayzero.store.host.stall import StallWatch
+from rayzero.store.host.waits import PublishBoard, StallWatch
 from rayzero.store.rank.connection import Epochs, GradientSender, Joined, nothing
-from rayzero.store.rank.memory.rank_memory import RankMemory
+from rayzero.store.rank.rank_memory import RankMemory
 from rayzero.store.rank.rank_store import closed_error
 from rayzero.store.remote.handshake import LEASE, Handshake
 from rayzero.store.remote.lead_line import LoopHistory, RemoteLead

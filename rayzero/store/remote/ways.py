@@ -17,14 +17,12 @@ from rayzero.protocol.gradient_sum import NOTHING_LEFT, FormerRank, has_totals
 from rayzero.protocol.messages import Contribution, Pushed
 from rayzero.store.host.links.channel import QUICK_S, BrokenLinkError
 from rayzero.store.host.links.owner_link import AnyChannel, OwnerLink, answers_of
-from rayzero.store.host.publish_board import PublishBoard
-from rayzero.store.host.push_order import PushOrder
-from rayzero.store.host.stall import Describe, StallWatch
-from rayzero.store.host.transfers.batches import TransferThreads
-from rayzero.store.host.transfers.wire import PushedUnit, WireTransfers
+from rayzero.store.host.transfer_calls import TransferThreads
+from rayzero.store.host.waits import Describe, PublishBoard, PushOrder, StallWatch
+from rayzero.store.host.wire_transfers import PushedUnit, WireTransfers
 from rayzero.store.rank.connection import GradientSender
-from rayzero.store.rank.memory.gradient_region import GradientRegion
-from rayzero.store.rank.memory.shared_memory import SharedRank
+from rayzero.store.rank.gradient_region import GradientRegion
+from rayzero.store.rank.shared_memory import SharedRank
 from rayzero.store.shm.shared_plan import SharedPlan
 from rayzero.telemetry.recorder import Recorder
 

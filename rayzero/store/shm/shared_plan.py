@@ -147,7 +147,7 @@ class SharedPlan:
 
     def params(self, owner: int) -> ArenaPlan:
         """An owner's published parameters by shard index. A run of shards starts on a page, so that ranks can map a
-        unit's shards from several owners side by side (store/rank/memory/unit_windows.py)."""
+        unit's shards from several owners side by side (store/rank/unit_windows.py)."""
         return self.params_of(self.shards_of(owner))
 
     def params_of(self, shards: Sequence[Shard]) -> ArenaPlan:

@@ -30,20 +30,19 @@ from rayzero.protocol.messages import COMPUTE, PRODUCT, STORED, Contribution
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.host.links.channel import BrokenLinkError, NoStreamError
 from rayzero.store.host.links.owner_link import AnyChannel, LinkDownError, OwnerLink
-from rayzero.store.host.publish_board import PublishBoard
-from rayzero.store.host.push_order import PushOrder
-from rayzero.store.host.stall import Describe, StallWatch
-from rayzero.store.host.transfers.batches import Batches, TransferThreads
-from rayzero.store.host.transfers.calls import (
+from rayzero.store.host.transfer_calls import (
+    Batches,
     Download,
     Move,
     Progress,
     Sending,
+    TransferThreads,
     bulk_deadline_s,
     download,
     holes_of,
     upload,
 )
+from rayzero.store.host.waits import Describe, PublishBoard, PushOrder, StallWatch
 from rayzero.store.traffic import count_bytes
 from rayzero.store.wire import translate
 from rayzero.telemetry.names import TRANSFER_RETRIES

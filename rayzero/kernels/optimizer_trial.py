@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from rayzero.errors import UnsupportedError
-from rayzero.kernels.torch_classes.optimizer_class import (
+from rayzero.kernels.optimizer_class import (
     GroupEntries,
     OptimizerMaker,
     State,
@@ -38,7 +38,7 @@ from rayzero.kernels.torch_classes.optimizer_class import (
     set_options,
     step_alone,
 )
-from rayzero.kernels.torch_classes.optimizer_states import (
+from rayzero.kernels.optimizer_states import (
     StateForms,
     described,
     flat_states,

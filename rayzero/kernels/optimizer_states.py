@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rayzero.errors import StoreError
-from rayzero.kernels.torch_classes.optimizer_class import OptimizerMaker, State, on_cpu, options_of, step_alone
+from rayzero.kernels.optimizer_class import OptimizerMaker, State, on_cpu, options_of, step_alone
 from rayzero.layout.model_layout import aligned
 from rayzero.modes import outside_modes
 from rayzero.protocol.messages import STEP, Hyper

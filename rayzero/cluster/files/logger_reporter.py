@@ -1,9 +1,9 @@
 """What every logger can do: take a row's values, write out what it has, end.
 
-A reporter may be slow, raise anything and hang: it lives in a process of its own (``feed.py``), and what it could
-not take is still in metrics.jsonl (``feed.py``). Each imports its package when it is made. Variables of the packages
-count: WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE, WANDB_API_KEY; MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME and those for
-its server's password.
+A reporter may be slow, raise anything and hang: it lives in a process of its own (``logger_feed.py``), and what it
+could not take is still in metrics.jsonl. Each imports its package when it is made. Variables of the packages count:
+WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE, WANDB_API_KEY; MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME and those for its
+server's password.
 
 [Note: steps that come again] A TensorBoard event file can begin with the mark of a session's start, which carries a
 step: TensorBoard then drops what earlier files have from that step on. So a resumed run shows each step once.

@@ -1,4 +1,4 @@
-"""Creates, calls, stops and ends the actors of one run. Nothing outside of this folder creates them.
+"""Creates, calls, stops and ends the actors of one run. Nothing else creates them.
 
 The driver owns every actor, so none outlives it: Ray kills them when the driver is gone, and its janitor removes what
 they leave (cluster/janitor.py).
@@ -16,7 +16,7 @@ from typing import Any
 
 import ray
 
-from rayzero.cluster.actors.actor_calls import (
+from rayzero.cluster.actor_calls import (
     ANSWER_S,
     START_S,
     STOP_S,
@@ -30,8 +30,6 @@ from rayzero.cluster.actors.actor_calls import (
     failure_of_call,
     make_coordinator,
 )
-from rayzero.cluster.actors.local_processes import KILL_S, LocalProcesses
-from rayzero.cluster.actors.roster import Certificates, Exporters, Joining, OwnerRoster, Spares, plan_exporters
 from rayzero.cluster.continuation import take_over
 from rayzero.cluster.files.metrics_log import MetricsLog
 from rayzero.cluster.janitor import Janitor, KeptStates, Remains
@@ -42,6 +40,7 @@ from rayzero.cluster.processes.coordinator import this_process
 from rayzero.cluster.processes.owner_process import OptimizerActor, OwnerSettings
 from rayzero.cluster.processes.process_exporter import LOOPBACK, ExporterSettings, Renewed
 from rayzero.cluster.processes.rank_worker import PackedLoop, RankSettings, RankWorker
+from rayzero.cluster.roster import Certificates, Exporters, Joining, LocalProcesses, OwnerRoster, Spares, plan_exporters
 from rayzero.cluster.run import Member, RunState, optimizer_name, rank_name
 from rayzero.cluster.supervision import shielded
 from rayzero.config import TelemetryConfig, ZeroConfig
@@ -485,7 +484,10 @@ class RunActors:
         for actor in alive:
             ray.kill(actor)
         self.local.kill_stopped()
-        self.local.see_gone(KILL_S if ray_answers() else 0.0)  # a Ray that is gone kills nobody
+        if ray_answers():
+            self.local.see_gone()
+        else:
+            self.local.see_gone(0.0)  # a Ray that is gone kills nobody
         self.places.close()
         self._joining, self._parted = [], {}
         self.coordinator, self.owners, self.ranks = None, {}, {}

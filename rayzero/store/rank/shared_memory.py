@@ -23,8 +23,8 @@ from rayzero.slabs.header import lay_out_slab
 from rayzero.slabs.slab import FillProgress, Slab
 from rayzero.slabs.sweep import SHARED_MEMORY
 from rayzero.store.host.mirror_memory import MirrorLines
-from rayzero.store.host.publish_board import PublishBoard
-from rayzero.store.rank.memory.unit_windows import UnitWindows
+from rayzero.store.host.waits import PublishBoard
+from rayzero.store.rank.unit_windows import UnitWindows
 from rayzero.store.shm.mailbox import Asker
 from rayzero.store.shm.recovery import LoopSlab, remove_former_lives
 from rayzero.store.shm.shard_lines import ShardLines, TotalLines

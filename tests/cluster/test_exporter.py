@@ -11,9 +11,9 @@ from urllib.request import urlopen
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from rayzero.cluster.processes.process_exporter import Exporter
 from rayzero.errors import ConfigError
 from rayzero.telemetry import http, names
-from rayzero.telemetry.exporter import Exporter
 from rayzero.telemetry.metric import Role
 from rayzero.telemetry.recorder import MemoryRecorder, Reading
 from rayzero.telemetry.scrape import Target, service_discovery

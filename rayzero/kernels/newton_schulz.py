@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from torch.optim import _muon
 
 from rayzero.errors import UnsupportedError
-from rayzero.kernels.torch_classes.optimizer_class import OptimizerMaker, State, maker_of_group, own_options, step_alone
+from rayzero.kernels.optimizer_class import OptimizerMaker, State, maker_of_group, own_options, step_alone
 from rayzero.modes import outside_modes
 from rayzero.protocol.messages import Hyper
 from rayzero.protocol.products import STEPS

@@ -17,10 +17,10 @@ from rayzero.protocol.gradient_sum import NOTHING_LEFT, FormerRank
 from rayzero.protocol.messages import SharedPaths
 from rayzero.quantities import format_bytes
 from rayzero.slabs.arena import Arena
-from rayzero.store.host.publish_board import PublishBoard
-from rayzero.store.rank.memory.gradient_region import GradientRegion, gradient_memory, gradient_region
-from rayzero.store.rank.memory.shared_memory import SharedRank, doubt_of_locks
-from rayzero.store.rank.memory.unit_windows import UnitWindows
+from rayzero.store.host.waits import PublishBoard
+from rayzero.store.rank.gradient_region import GradientRegion, gradient_memory, gradient_region
+from rayzero.store.rank.shared_memory import SharedRank, doubt_of_locks
+from rayzero.store.rank.unit_windows import UnitWindows
 from rayzero.store.shm.recovery import former_ranks
 from rayzero.store.shm.shared_plan import SharedPlan
 from rayzero.store.shm.signals import host_identity

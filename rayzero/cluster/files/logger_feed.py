@@ -1,5 +1,5 @@
 """Sends rows from metrics.jsonl to loggers, each row once, in order: a process for each logger, ``python -m
-rayzero.cluster.loggers.feed FD``, and the driver's end, which starts it, listens to how far it is, and ends it.
+rayzero.cluster.files.logger_feed FD``, and the driver's end, which starts it, listens to how far it is, and ends it.
 
 The process reads one line that says what to do, then the word that the run has ended; it answers with lines on how far
 it is. If the driver is killed, it sends what is in the file and ends.
@@ -33,8 +33,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from rayzero.cluster.files.logger_reporter import LoggedRun, Reporter, opener, replaces
 from rayzero.cluster.files.metrics_log import Row, RowTail, read_log, values_of
-from rayzero.cluster.loggers.reporter import LoggedRun, Reporter, opener, replaces
 from rayzero.cluster.run import LoggerState
 from rayzero.cluster.supervision import shielded
 from rayzero.concurrency.survivor import with_own_path
@@ -116,7 +116,7 @@ class Loggers:
         ours, theirs = socket.socketpair()
         with theirs, (folder / f"{name}.log").open("ab") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", f"{__package__}.feed", str(theirs.fileno())],
+                [sys.executable, "-m", f"{__package__}.logger_feed", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

@@ -1,1 +1,0 @@
-"""Checkpoints from a rank's side: saving, resuming, and loading into a prepared model."""

@@ -1,1 +1,0 @@
-"""Any torch optimizer class: what it needs, what it keeps, several as one."""

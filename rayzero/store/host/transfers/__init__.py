@@ -1,1 +1,0 @@
-"""Transfers to and from one owner over the network."""

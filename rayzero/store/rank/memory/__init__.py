@@ -1,1 +1,0 @@
-"""Memory that a rank shares with the owners of its host: its gradients, and the owners' parameters."""
