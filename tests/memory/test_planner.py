@@ -168,7 +168,7 @@ def test_a_plan_is_what_the_owner_allocates(
         shards = shard_map_for(layout, owners, "balanced").shards_of(owner)
         kinds, groups = ("exp_avg", "exp_avg_sq"), ((0,),) * len(layout.units)
         spec = make_spec(ranks, accumulation_steps=steps, layout=layout, group_of=groups, moments=moments)
-        owned = list(allocate(spec, shards, kinds, HostMemory()).values())
+        owned = list(allocate(spec, shards, kinds, HostMemory(), room=None, splits=False).values())
         gradients = [RankGradients(rank, owned, spec) for rank in range(ranks)]
         tensors = [tensor for shard in owned for tensor in (shard.params, shard.master)]
         tensors += [tensor for shard in owned for moment in shard.states.values() for tensor in moment.tensors]
