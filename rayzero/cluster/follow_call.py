@@ -45,14 +45,15 @@ def follow(
     folder, on any host that reaches them.
 
     run: its folder, or its name. model: which of the models that the run prepares, in that order. config: a config.json
-    of transformers, for the names that it publishes; None: that in the run's folder, or else the names of the model's
-    parameters. slab_dir: the run's, if it is followed by its name and that is not /dev/shm.
+    of transformers, for the names that it publishes (that of another model is refused when values are read); None: that
+    in the run's folder, or else the names of the model's parameters. slab_dir: the run's, if it is followed by its name
+    and that is not /dev/shm.
 
     By its name, a run that starts later is waited for, and a warning says so. Raises ConfigError if there is no such
     folder or config, or the folder's run has not started or has ended; UnsupportedError, also later, if its optimizers
     cannot be reached from here."""
     folder = Path(run)
-    named = None if config is None else Path(config)
+    named, strict = None if config is None else Path(config), config is not None
     if (folder / RECORD).is_file():
         record = run_status(folder)
         name, directory = str(record["run"]), _memory_of(record, folder)
@@ -72,9 +73,12 @@ def follow(
     if record is None:
         assert here is not None
         if here.shards() is None and here.gone:
+            if folder.is_dir():
+                raise ConfigError(f"{folder} holds no run, because it has no {RECORD}")
             log.warning("follow(%r) waits for a run of that name: %s", name, here.missing)
         return Follower(here, named, lambda: True)
-    return Follower(_RunOfFolder(folder, name, model, here), named, lambda: not _goes_on(run_status(folder)))
+    found = _RunOfFolder(folder, name, model, here)
+    return Follower(found, named, lambda: not _goes_on(run_status(folder)), strict=strict)
 
 
 class _RunOfFolder:

@@ -90,10 +90,13 @@ class Follower:
     Knows versions, and one of them in its own memory; not who publishes. Nobody waits for it, and it writes nothing
     that the run has."""
 
-    def __init__(self, run: FollowedRun, config: Path | None, is_over: Callable[[], bool]) -> None:
+    def __init__(
+        self, run: FollowedRun, config: Path | None, is_over: Callable[[], bool], *, strict: bool = True
+    ) -> None:
         """``rayzero.follow`` calls it. config: transformers' config of the model; None: there is none. is_over: whether
-        a run without memory is not to begin again."""
-        self._run, self._config, self._is_over = run, config, is_over
+        a run without memory is not to begin again. strict: whether another model's ``config`` is refused; else the
+        names are those of the model's parameters."""
+        self._run, self._config, self._is_over, self._strict = run, config, is_over, strict
         self._lock = threading.RLock()
         self._shards: Shards | None = None  # those seen last
         self._gone_s: float | None = None  # since when there are none
@@ -212,7 +215,7 @@ class Follower:
 
     def _names_of(self, layout: ModelLayout) -> Names:
         if self._names is None or self._names[0] != layout.digest:
-            self._names = layout.digest, _names_of(layout, self._config)
+            self._names = layout.digest, _names_of(layout, self._config, self._strict)
         return self._names[1]
 
     # ---- the run
@@ -258,14 +261,17 @@ class Follower:
         self.close()
 
 
-def _names_of(layout: ModelLayout, config: Path | None) -> Names:
+def _names_of(layout: ModelLayout, config: Path | None, strict: bool) -> Names:
     """The published names, if ``config`` is of a model of transformers with these parameters and transformers is
-    installed; else the model's own."""
+    installed; else the model's own or, if ``strict``, ConfigError."""
     if config is None:
         return OwnNames(layout)
     from rayzero.followers.published_names import published_names  # brings the formats of checkpoints with it
 
-    return published_names(layout, config) or OwnNames(layout)
+    names, why = published_names(layout, config)
+    if names is None and strict:
+        raise ConfigError(f"the weights come only {why}: pass the config.json of the model in training, or none")
+    return names or OwnNames(layout)
 
 
 def _targets(model: nn.Module, declared: Declared) -> dict[str, Tensor]:

@@ -59,9 +59,9 @@ class PublishedNames:
             yield name, values.view(shape)
 
 
-def published_names(layout: ModelLayout, config: Path) -> PublishedNames | None:
-    """The published names; None if ``config`` is of no model of transformers with these parameters, or transformers is
-    not installed. Raises CheckpointError or UnsupportedError as ``published``."""
+def published_names(layout: ModelLayout, config: Path) -> tuple[PublishedNames | None, str]:
+    """The published names; None, and why, if ``config`` is of no model of transformers with these parameters, or
+    transformers is not installed. Raises CheckpointError or UnsupportedError as ``published``."""
     reader = _HeldReader(layout, config)
     named = published(reader, config)
-    return PublishedNames(reader, named) if named.settings is not None else None
+    return PublishedNames(reader, named) if named.settings is not None else None, named.says

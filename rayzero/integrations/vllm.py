@@ -13,6 +13,7 @@ experts have no kernel during an update."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from vllm.distributed.weight_transfer.base import (
@@ -35,7 +36,8 @@ BACKEND = "rayzero"
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """What ``init_weight_transfer_engine`` takes: the arguments of ``rayzero.follow``."""
+    """What ``init_weight_transfer_engine`` takes: the arguments of ``rayzero.follow``. config: None: that of the folder
+    that vLLM was started with."""
 
     run: str
     model: int = 0
@@ -70,7 +72,9 @@ class RayZeroEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                     "for them: start it without quantization, or run it on a GPU"
                 )  # [Note: packed copies]
         self.shutdown()
-        self._follower = rayzero.follow(init_info.run, model=init_info.model, config=init_info.config)
+        own = Path(self.model_config.model, "config.json")
+        config = init_info.config or (own if own.is_file() else None)  # of another run's model, it is refused
+        self._follower = rayzero.follow(init_info.run, model=init_info.model, config=config)
 
     def start_weight_update(self) -> None:
         """Nothing: the model keeps what it has until a version is there."""

@@ -112,7 +112,7 @@ def plan_owner(
         master += trained * (2 if splits and unit.can_split and not on_device else FP32)
         frozen += shard.numel * FP32 if unit.frozen_master else 0
         largest = max(largest, trained)
-        changes += published + published // 16 if trained else 0  # and a bitmap of 16-bit words: owner/changes.py
+        changes += published + -(-shard.numel // 8) * (unit.dtype.itemsize == 2) if trained else 0  # owner/changes.py
         served, longest = served + published, max(longest, published)
         of_class += state_bytes(shard) if callable(state_bytes) and trained else 0
         gradients += trained * gradient_dtype(unit, adds_up(world_size, accumulation_steps)).itemsize

@@ -15,11 +15,13 @@ finds what was rounded otherwise. While changes are more than half of the bytes,
 to one of 64.
 
 [Note: how far back] Changes take at most as many bytes as the published parameters, or a quarter of the memory that is
-free when somebody begins to follow, if that is less; the oldest go first. Who needs more takes a shard whole.
+free when somebody begins to follow, if that is less; the oldest go first. Who needs more takes a shard whole. Bitmaps
+come on top, an eighth of a byte a 16-bit word; where ``cpu_memory_budget`` leaves no room for them, nothing is noted.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -84,12 +86,14 @@ class ChangeLog:
         """``taken_over``: a former life of this owner may have died while it wrote the next version. ``room``: bytes of
         ``cpu_memory_budget`` that are left; None: it is not set."""
         self._shards, self._rule, self._updater, self._recorder = shards, rule, updater, recorder
-        self._torn, self._room, self._clock = taken_over, room, time.monotonic
+        self._torn, self._clock = taken_over, time.monotonic
+        noted = [owned for owned in shards.values() if owned.trainable and owned.params.itemsize == 2]
+        self._room = math.inf if room is None else max(0, room - sum(-(-owned.shard.numel // 8) for owned in noted))
         self._lock = threading.Lock()
         self._asked_s: float | None = None  # when somebody asked last; None: nobody follows
         self._known: dict[int, _Shard] = {}  # empty: nothing is noted
         self._order: deque[int] = deque()  # shards of all changes, oldest first
-        self._kept = self._budget = 0  # bytes
+        self._kept, self._budget = 0, 0.0  # bytes
         self._words = 0  # of all trained shards
         self._noted: dict[int, Tensor | None] = {}  # by shard, of this step; None: all of it
         self._newest: dict[int, tuple[Tensor, int]] = {}  # by shard: what its newest update noted, the content before
@@ -102,8 +106,8 @@ class ChangeLog:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of changes now, for followers."""
-        return self._kept
+        """Bytes of changes and bitmaps now, for followers and copies."""
+        return self._kept + sum(bitmap.nbytes for bitmap, _ in list(self._newest.values()))
 
     # ---- any thread
 
@@ -157,7 +161,7 @@ class ChangeLog:
             return  # after the next update
         trained = sum(owned.params.nbytes for owned in shards if owned.trainable)
         self._words = trained // 2
-        self._budget = min(trained, host_limits().available // 4, trained if self._room is None else max(0, self._room))
+        self._budget = min(trained, host_limits().available // 4, self._room)
         began = {index: self._began(owned) for index, owned in self._shards.items()}
         with self._lock:
             self._known = began
@@ -170,7 +174,7 @@ class ChangeLog:
         return _Shard(base=owned.published, now=owned.published, by_kernel=by_kernel, base_sum=found, now_sum=found)
 
     def _kernel_notes(self, owned: OwnedShard) -> bool:
-        return self._rule.notes and owned.params.itemsize == 2
+        return self._rule.notes and owned.params.itemsize == 2 and self._room > 0
 
     def before(self, owned: OwnedShard) -> None:
         """A shard is about to be updated."""
@@ -183,7 +187,7 @@ class ChangeLog:
                 owned.changed = former[0]
                 owned.changed.numpy()[:] = 0  # torch would wake its threads for it
             self._newest[index] = owned.changed, owned.content
-        elif known is not None and owned.params.itemsize == 2:
+        elif known is not None and owned.params.itemsize == 2 and self._room > 0:
             self._was = owned.params.clone()
 
     def after(self, owned: OwnedShard) -> None:
@@ -263,6 +267,8 @@ class ChangeLog:
         with self._lock:
             self._asked_s, self._kept = None, 0
             self._known, self._order, self._noted = {}, deque(), {}
+        if not self._for_copies:
+            self._newest.clear()
 
     def _tell(self) -> None:
         for listener in self._listeners:

@@ -1,5 +1,5 @@
-"""The messages between ranks, owners and the lead: frozen values without behaviour. How written values are compared, bit
-by bit. And a rank's *lives*: what an earlier one did counts only where it was decided.
+"""The messages between ranks, owners and the lead: frozen values without behaviour. How written values are compared,
+bit by bit. And a rank's *lives*: what an earlier one did counts only where it was decided.
 
 Ranks (``protocol/store.py``), owners (``owner/``), the lead (``lead/``) and every transport (``store/``) use them.
 Steps count from 0; *version* ``v`` is the content after ``v`` decided steps, so step ``n`` reads version ``n`` and

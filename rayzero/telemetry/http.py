@@ -1,5 +1,5 @@
-"""Serves pages to scrapers over HTTP from one thread, however many clients ask and whether or not they read. And decides
-who may read them: by a certificate, a password, or the token of the run's own tools.
+"""Serves pages to scrapers over HTTP from one thread, however many clients ask and whether or not they read. And
+decides who may read them: by a certificate, a password, or the token of the run's own tools.
 
 All connections belong to one event loop, as plain callbacks (50 us of processor time a scrape; by asyncio's streams
 90). A page is made at most once in ``REFRESH_S``, and a connection that does not move is cut. The server of

@@ -75,6 +75,9 @@ def test_what_cannot_be_followed_is_refused_by_name(
         rayzero.follow(tmp_path)
 
 
-def test_a_folder_without_a_run_is_named(tmp_path: Path) -> None:
+def test_a_folder_without_a_run_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"{tmp_path} holds no run, because it has no run.json")):
         rayzero.follow(tmp_path)
+    monkeypatch.chdir(tmp_path.parent)  # in one word it could be a run's name, too
+    with pytest.raises(ConfigError, match=re.escape(f"{tmp_path.name} holds no run, because it has no run.json")):
+        rayzero.follow(tmp_path.name)

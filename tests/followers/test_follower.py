@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -168,6 +169,19 @@ def test_a_run_that_is_not_there_is_waited_for_and_named(tmp_path: Path, caplog:
         rayzero.follow("nobody", slab_dir=tmp_path / "none")
     with pytest.raises(ConfigError, match="there is no such file"):
         rayzero.follow("nobody", config=tmp_path / "none")
+
+
+def test_a_config_of_another_model_is_refused_by_name(tmp_path: Path) -> None:
+    llama = tmp_path / "config.json"
+    llama.write_text(json.dumps({"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 99}))
+
+    def loop(run: str, model: nn.Module, optimizer: Any) -> None:
+        with rayzero.follow(run, config=llama) as follower:
+            with pytest.raises(ConfigError, match=r"config\.json is of no model that has them: pass"):
+                follower.read()
+            assert follower.into(copy.deepcopy(model)) == 0, "which needs no other names"
+
+    alone(loop)
 
 
 class Several(nn.Module):

@@ -57,7 +57,7 @@ def update(llm: Any, version: int) -> None:
 
 def main(model: str, run: str, folder: Path, versions: list[int]) -> None:
     llm = start(model, weight_transfer_config={"backend": "rayzero"})
-    llm.init_weight_transfer_engine({"init_info": {"run": run, "config": f"{model}/config.json"}})
+    llm.init_weight_transfer_engine({"init_info": {"run": run}})
     note(generated(llm), folder / "tokens-start.json")
     for number, version in enumerate(versions):
         if number != 1:

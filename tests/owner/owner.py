@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from store.toy import WAIT, Grads, flatten, initial_values
 from torch import Tensor
 
+from rayzero.memory.planner import OwnerPlan
 from rayzero.owner.owned_model import OwnerTerms
 from rayzero.owner.service import ShardService
 from rayzero.protocol.messages import (
@@ -32,6 +33,11 @@ class Owner:
 
     service: ShardService
     spec: ModelSpec
+
+    @property
+    def plan(self) -> OwnerPlan:
+        """What it was planned to keep."""
+        return self.service._attached().model.plan
 
     def header(self, rank: int, unit: int, step: int, grads: Grads, attempt: int = 0, seq: int = 0) -> Contribution:
         """What goes with a push."""
@@ -100,10 +106,15 @@ class Owner:
 
 @contextmanager
 def owner_of(
-    spec: ModelSpec, *, load: bool = True, recorder: Recorder | None = None, norms_every: int | None = None
+    spec: ModelSpec,
+    *,
+    load: bool = True,
+    recorder: Recorder | None = None,
+    norms_every: int | None = None,
+    budget: int | None = None,
 ) -> Iterator[Owner]:
-    """An attached and loaded owner of everything."""
-    service = ShardService(0, 1, OwnerTerms(norms_every=norms_every), recorder=recorder)
+    """An attached and loaded owner of everything. ``budget``: ``cpu_memory_budget``, in bytes."""
+    service = ShardService(0, 1, OwnerTerms(norms_every=norms_every, memory_budget=budget), recorder=recorder)
     try:
         for rank in range(spec.world_size):
             service.attach(rank, spec)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from owner.owner import Owner, owner_of
 from rayzero.codecs.changes import Change, Form, apply, checksum, compare, encode
+from rayzero.memory.planner import SERVED_AT_ONCE
 from rayzero.owner.changes import QUIET_S, ChangeLog
 from rayzero.protocol.messages import MASTER, Action, ModelSpec, Write
 from rayzero.telemetry.names import CHANGE_BYTES, CHANGED_RATIO, MEMORY_BYTES
@@ -241,12 +242,13 @@ def test_the_oldest_changes_go_first_and_no_more_is_kept_than_there_is_room_for(
     with owner_of(spec) as owner:
         log = owner.service.changes
         published = sum(owned.params.nbytes for owned in owner.service._shards().values())
+        bitmaps = sum(-(-shard.numel // 8) for shard in spec.layout.shards)
         log.follow()
         settle(owner)
         versions = [wholes(owner, 0)]
         for at in range(6):
             step(owner, at)
-            assert 0 < log.kept_bytes <= published
+            assert 0 < log.kept_bytes <= published + bitmaps
             versions.append(wholes(owner, at + 1))
         known = [all(changes is not None for changes in since(owner, copies)) for copies in versions]
         assert known == sorted(known)
@@ -258,18 +260,39 @@ def test_the_oldest_changes_go_first_and_no_more_is_kept_than_there_is_room_for(
                 assert same(copies, owner.read_all(6))
 
 
-@pytest.mark.parametrize("room", [0, -5, 100])
-def test_without_room_in_the_budget_shards_are_taken_whole(room: int) -> None:
-    spec = make_spec(1, dtypes=[BF16] * 3)
+@pytest.mark.parametrize("room", [0, 100, 4000])
+def test_no_more_is_held_than_there_is_room_for_in_the_budget_bitmaps_too(room: int) -> None:
+    """Where there is none, shards are taken whole. For copies nothing is noted then, either."""
+    spec = make_spec(1, dtypes=[BF16] * 3, hyper=[{**HYPER, "lr": 2e-4}])
     with owner_of(spec) as owner:
-        owner.service.changes._room = room
-        owner.service.changes.follow()
+        needed = owner.plan.total
+    with owner_of(spec, budget=needed + room) as owner:
+        log, indices = owner.service.changes, range(len(spec.layout.shards))
+        log.follow()
         settle(owner)
         copies = wholes(owner, 0)
-        step(owner, 0)
-        assert owner.service.changes.kept_bytes <= max(0, room)
-        assert None in since(owner, copies)
-        assert since(owner, wholes(owner, 1)) == [[]] * 11
+        for at in range(3):
+            step(owner, at)
+            assert log.kept_bytes <= max(0, room)
+            noted = [log.newest(shard, at, at + 1) is not None for shard in indices]
+            assert any(noted) == (room > 1000)
+        assert (None in since(owner, copies)) == (room < 4000)
+        assert since(owner, wholes(owner, 3)) == [[]] * 11
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+@pytest.mark.parametrize("rule", ["native", "a torch class"])
+def test_the_plan_has_all_that_is_held_for_followers(rule: str, dtype: torch.dtype) -> None:
+    spec = make_spec(1, dtypes=[dtype] * 3, **RULES[rule])
+    with followed(spec) as owner:
+        for at in range(4):
+            step(owner, at, 100.0)
+        held, shards = owner.service.changes.kept_bytes, spec.layout.shards
+        published = sum(shard.numel for shard in shards) * dtype.itemsize
+        planned = owner.plan.followers - SERVED_AT_ONCE * published  # this model is smaller than SERVED_BYTES
+        bitmaps = sum(-(-shard.numel // 8) for shard in shards if dtype is BF16)
+        assert planned == published + bitmaps
+        assert planned - max(shard.numel for shard in shards) * dtype.itemsize <= held <= planned
 
 
 def test_bytes_and_shares_are_measured() -> None:
@@ -277,7 +300,9 @@ def test_bytes_and_shares_are_measured() -> None:
     with followed(spec, recorder=recorder) as owner:
         step(owner, 0)
         log = owner.service.changes
-        assert recorder.total(CHANGE_BYTES) == recorder.gauge(MEMORY_BYTES, kind="changes") == log.kept_bytes > 0
+        bitmaps = sum(-(-shard.numel // 8) for shard in spec.layout.shards)
+        assert recorder.gauge(MEMORY_BYTES, kind="changes") == log.kept_bytes
+        assert log.kept_bytes - bitmaps == recorder.total(CHANGE_BYTES) > 0
         assert 0.1 < recorder.gauge(CHANGED_RATIO) <= 1.0
 
 
