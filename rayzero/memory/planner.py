@@ -79,6 +79,11 @@ class OwnerPlan:
         return f"{format_bytes(self.total)} = " + " + ".join(f"{k} {format_bytes(v)}" for k, v in terms.items() if v)
 
 
+def bitmap_bytes(shard: Shard) -> int:
+    """Of a bit for each of a shard's words, in which an update notes what it changes (owner/changes.py)."""
+    return -(-shard.numel // 8)
+
+
 def plan_owner(
     layout: ModelLayout,
     shard_map: ShardMap,
@@ -112,7 +117,7 @@ def plan_owner(
         master += trained * (2 if splits and unit.can_split and not on_device else FP32)
         frozen += shard.numel * FP32 if unit.frozen_master else 0
         largest = max(largest, trained)
-        changes += published + -(-shard.numel // 8) * (unit.dtype.itemsize == 2) if trained else 0  # owner/changes.py
+        changes += published + bitmap_bytes(shard) * (unit.dtype.itemsize == 2) if trained else 0
         served, longest = served + published, max(longest, published)
         of_class += state_bytes(shard) if callable(state_bytes) and trained else 0
         gradients += trained * gradient_dtype(unit, adds_up(world_size, accumulation_steps)).itemsize

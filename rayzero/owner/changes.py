@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from rayzero.codecs.changes import Change, Form, checksum, compare, encode
+from rayzero.memory.planner import bitmap_bytes
 from rayzero.memory.process_memory import host_limits
 from rayzero.owner.rules import UpdateRule
 from rayzero.owner.shard import OwnedShard, Updater
@@ -88,7 +89,7 @@ class ChangeLog:
         self._shards, self._rule, self._updater, self._recorder = shards, rule, updater, recorder
         self._torn, self._clock = taken_over, time.monotonic
         noted = [owned for owned in shards.values() if owned.trainable and owned.params.itemsize == 2]
-        self._room = math.inf if room is None else max(0, room - sum(-(-owned.shard.numel // 8) for owned in noted))
+        self._room = math.inf if room is None else max(0, room - sum(bitmap_bytes(owned.shard) for owned in noted))
         self._lock = threading.Lock()
         self._asked_s: float | None = None  # when somebody asked last; None: nobody follows
         self._known: dict[int, _Shard] = {}  # empty: nothing is noted
@@ -182,7 +183,7 @@ class ChangeLog:
         known, former = self._known.get(index), self._newest.pop(index, None)
         if known.by_kernel if known is not None else self._for_copies and self._kernel_notes(owned):
             if former is None:
-                owned.changed = torch.zeros(-(-owned.shard.numel // 8), dtype=torch.uint8, device="cpu")
+                owned.changed = torch.zeros(bitmap_bytes(owned.shard), dtype=torch.uint8, device="cpu")
             else:
                 owned.changed = former[0]
                 owned.changed.numpy()[:] = 0  # torch would wake its threads for it

@@ -69,8 +69,11 @@ def test_an_idle_thread_runs_its_idle_task_once_after_each_pause() -> None:
         seen.append("later")
         again.set()
 
-    updater.when_idle(0.0, rest)
-    updater.submit(lambda: seen.append("task"))
+    def task() -> None:
+        seen.append("task")
+        updater.when_idle(0.0, rest)  # here: a thread that starts late would rest before its first task
+
+    updater.submit(task)
     assert rested.wait(20)
     time.sleep(0.05)
     assert seen == ["task", "rest"]

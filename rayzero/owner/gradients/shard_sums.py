@@ -117,7 +117,7 @@ class ShardSums:
 
         [Note: totals at rest] A run that stands still (an evaluation, a generation, a long forward) needs no totals;
         the next pushes have their memory made again. The wait before the next time is a hundred times as long as that
-        took the last time, so it takes at most one hundredth of a run."""
+        took the last time, so it takes about a hundredth of a run at most."""
         with self._step.lock:
             if self._stands:  # its memory may be another owner's from now on
                 return
@@ -134,7 +134,7 @@ class ShardSums:
         return made is None or made.step < owned.published
 
     def _restore_total(self, owned: OwnedShard) -> None:
-        """A total is about to be filled."""
+        """A total is about to be filled, or read by another owner."""
         if owned.total_room is not None and not owned.total_there:
             began = time.perf_counter()
             owned.total_room.restore()

@@ -71,7 +71,7 @@ class PublishStream:
         self._news.set()
 
     def end(self) -> None:
-        """Its rank listens elsewhere from now on."""
+        """Its rank has opened a newer stream."""
         self._is_over, self._pending = True, {}
         self._news.set()
 
@@ -115,8 +115,8 @@ class PublishStreams:
         self._loop.call_soon_threadsafe(self._fail, error)
 
     def open(self, listener: str) -> PublishStream:
-        """Add a listener ("rank 3"), which first hears of everything published so far. It ends the older stream of the
-        same name, because each remembers all shards."""
+        """Add a listener ("rank 3"), which first hears of everything published so far. An older stream of the
+        same name ends, because each remembers all shards."""
         older = self._newest.get(listener)
         if older is not None:
             self._streams.discard(older)

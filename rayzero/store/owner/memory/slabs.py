@@ -171,9 +171,7 @@ class OwnerSlabs(HostMemory):
 
     def total_room(self, shard: int) -> SlabRoom:
         """See ``HostMemory.total_room``."""
-        arena = self._state[-1]  # totals come last
-        place = arena.plan.places[shard]
-        return SlabRoom(arena.slabs[place.slab], place.offset, place.bytes)
+        return _room_in(self._state[-1], shard)  # totals come last
 
     def journal(self, shard: int) -> LineJournal | None:
         """See ``HostMemory.journal``."""
@@ -205,8 +203,7 @@ class OwnerSlabs(HostMemory):
 
     def room(self, shard: int) -> SlabRoom:
         """See ``HostMemory.room``."""
-        place = self._params.plan.places[shard]
-        return SlabRoom(self._params.slabs[place.slab], place.offset, place.numel)
+        return _room_in(self._params, shard)
 
     def close(self) -> None:
         """Remove the files; memory that another process still maps lasts until that process unmaps it."""
@@ -217,6 +214,11 @@ class OwnerSlabs(HostMemory):
         """See ``HostMemory.leave``."""
         for arena in (self._params, *self._state):
             arena.close(unlink=False)
+
+
+def _room_in(arena: Arena, shard: int) -> SlabRoom:
+    place = arena.plan.places[shard]
+    return SlabRoom(arena.slabs[place.slab], place.offset, place.bytes)
 
 
 def _shard(key: Hashable) -> int:
