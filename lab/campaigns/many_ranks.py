@@ -69,10 +69,8 @@ from rayzero.store.wire.rpc import (
     LinkNumber,
     methods,
     open_channel,
-    stream_metadata,
     token_metadata,
 )
-from rayzero.store.wire.tensor_stream import Receiving, Sent, TensorStream
 from rayzero.store.wire.tensor_streams import Opening, TensorStreams
 
 TOKEN = "many ranks"
@@ -182,6 +180,9 @@ def _raise_file_limit() -> None:
 # ------------------------------------------------------------------------------------------------ ranks
 
 
+_TRANSFER_S = 600.0  # deadline
+
+
 class FakeLink:
     """A link to one owner."""
 
@@ -241,7 +242,7 @@ class FakeRank(FakeLink):
         super().__init__(Caller.rank(rank), address, owner_map(spec, num_owners).shards_of(owner))
         self.rank, self._spec, self._num_owners, self._owner = rank, spec, num_owners, owner
         self._address = address
-        self._tensors: TensorStream | None = None  # after the first transfer. freed by: close()
+        self._tensors: TensorStreams | None = None  # after the first transfer. freed by: close()
 
     async def attach(self, described: bytes, digest: str) -> None:
         """Open the link, and shake hands."""
@@ -268,63 +269,56 @@ class FakeRank(FakeLink):
     async def load(self) -> None:
         """Send the initial values of the owner's shards, as rank 0 does."""
         units = [self._spec.layout.units[index] for index in self._shards]  # a shard is a whole unit here
-        requests = [pb.LoadRequest(unit=unit.index, shards=[unit.index]) for unit in units]
-        await self._upload("Load", requests, [(unit.index, torch.ones(unit.numel)) for unit in units])
+        request = pb.LoadRequest(units=[pb.LoadRequest.Unit(unit=unit.index, shards=[unit.index]) for unit in units])
+        await self._upload("Load", request, [(unit.index, torch.ones(unit.numel)) for unit in units])
 
-    async def _beside(self) -> TensorStream:
+    async def _connections(self) -> TensorStreams:
         """The connection for tensors."""
         if self._tensors is None:
             asked = pb.OpenTensorStreamRequest(rank=self.rank, host=host_of(self._address))
             opening = Opening.of(await self.ask("OpenTensorStream", asked), protected=False)
-            self._tensors = await asyncio.to_thread(TensorStreams(self._address, lambda _: opening).take)
+            self._tensors = TensorStreams(self._address, lambda _: opening)
         return self._tensors
 
-    async def _upload(self, method: str, requests: Sequence[Any], shards: Sequence[tuple[int, torch.Tensor]]) -> None:
-        beside = await self._beside()
-        self.sent += sum(request.ByteSize() for request in requests) + sum(values.nbytes for _, values in shards)
-        metadata = (*self._metadata, *stream_metadata(beside.number))
-        call = self._calls[method](iter(requests), timeout=600.0, metadata=metadata)
+    async def _upload(self, method: str, request: Any, shards: Sequence[tuple[int, torch.Tensor]]) -> None:
+        connections, content = await self._connections(), request.SerializeToString()
+        self.sent += len(content) + sum(values.nbytes for _, values in shards)
 
         def send() -> None:
-            for index, values in shards:
-                beside.pass_all(Sent(beside, index, byte_view(values).data))
+            with connections.transfer(method, content, _TRANSFER_S) as transfer:
+                for index, values in shards:
+                    transfer.send(index, byte_view(values).data)
+                transfer.answer()
 
-        await self._both(beside, send, call)
+        await asyncio.to_thread(send)
 
     async def fetch(self, version: int) -> None:
         """Fetch all units in one call, as small ones are."""
-        units, beside = self._spec.layout.units, await self._beside()
+        units, connections = self._spec.layout.units, await self._connections()
         request = pb.FetchRequest(rank=self.rank, shards=[u.index for u in units], version=version, kind=COMPUTE)
-        self.sent += request.ByteSize()
-        call = self._calls["Fetch"](request, timeout=600.0, metadata=(*self._metadata, *stream_metadata(beside.number)))
+        content = request.SerializeToString()
+        self.sent += len(content)
 
         def receive() -> None:
-            for unit in units:
-                values = torch.empty(unit.numel, dtype=unit.dtype)
-                assembly = Assembly(unit.index, values.nbytes, byte_view(values))
-                beside.pass_all(Receiving(beside, assembly))
-                self.received += values.nbytes
+            with connections.transfer("Fetch", content, _TRANSFER_S) as transfer:
+                for unit in units:
+                    values = torch.empty(unit.numel, dtype=unit.dtype)
+                    transfer.receive(Assembly(unit.index, values.nbytes, byte_view(values)))
+                    self.received += values.nbytes
+                transfer.answer()
 
-        await self._both(beside, receive, call)
-
-    async def _both(self, beside: TensorStream, move: Callable[[], None], call: Awaitable[Any]) -> None:
-        """Make a call and move its bytes, in a thread, which ends if the call fails."""
-        try:
-            await asyncio.gather(asyncio.to_thread(move), call)
-        except BaseException:
-            beside.abort()
-            raise
+        await asyncio.to_thread(receive)
 
     async def push(self, step: int) -> None:
         """Push a gradient for every unit, in one call, as small ones go."""
         units = list(reversed(self._spec.layout.units))
-        requests = [self._announced(step, unit) for unit in units]
-        await self._upload("Push", requests, [(unit.index, _gradient(unit, self.rank)) for unit in units])
+        request = pb.PushRequest(units=[self._pushed(step, unit) for unit in units])
+        await self._upload("Push", request, [(unit.index, _gradient(unit, self.rank)) for unit in units])
 
-    def _announced(self, step: int, unit: UnitLayout) -> pb.PushRequest:
+    def _pushed(self, step: int, unit: UnitLayout) -> pb.PushRequest.Unit:
         presence = pack_presence([True] * SLOTS)
         given = Contribution(step=step, attempt=0, rank=self.rank, unit=unit.index, seq=0, presence=presence)
-        return pb.PushRequest(contribution=translate.contribution_to_pb(given), shards=[unit.index])
+        return pb.PushRequest.Unit(contribution=translate.contribution_to_pb(given), shards=[unit.index])
 
     def finish(self, step: int, pushes: int) -> Any:
         """Finish with ``pushes`` of each unit; answered with the norm."""

@@ -17,7 +17,7 @@ __all__ = ["Costs", "Machine", "Measured", "Moving", "MovingCosts", "Options", "
 
 Transport = Literal["inproc", "shm", "grpc"]
 Moving = Literal["plain", "encrypted"]
-"""How bytes travel between processes, on connections beside gRPC's calls; see [Note: beside gRPC] in
+"""How bytes travel between processes, on connections for transfers; see [Note: beside gRPC] in
 store/wire/tensor_stream.py."""
 
 

@@ -27,7 +27,7 @@ from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.host.links.channel import QUICK_S, Caller, Channel
 from rayzero.store.wire.payload import Assembly, byte_view
 from rayzero.store.wire.rpc import CallTerms, LinkNumber
-from rayzero.store.wire.tensor_stream import Receiving, StreamEndedError, TensorStream
+from rayzero.store.wire.tensor_streams import Transfer
 
 _LOOK_S = 0.5  # between two looks who the owners are, while not all of them can be reached
 _SLOWEST_BYTES_PER_S = 1e6  # a transfer slower than this is given up
@@ -94,22 +94,17 @@ class OwnerFeed:
             size_bytes += kept_bytes(layout.units[layout.shards[shard].unit], layout.shards[shard])
             wanted.append(_wanted(shard, held[shard], instance))
         request = pb.GetShardsRequest(instance=instance, wanted=wanted, version=version)
-        channel, deadline_s = self._channel, QUICK_S + size_bytes / _SLOWEST_BYTES_PER_S
-        with channel.beside() as beside:
-            call = channel.stream("GetShards", request, deadline_s, beside)
-            try:
-                for answer in channel.messages(call):
-                    for part in answer.parts:
-                        had, held[part.shard] = held[part.shard], None
-                        found = _receive(part, beside, layout, values[part.shard], had)
-                        held[part.shard] = instance, part.content, part.writes, part.version, found
-                        if part.HasField("checksum"):
-                            tally.came(change_bytes=part.size_bytes, after_s=self._since(part))
-                        elif part.size_bytes:
-                            tally.came(part.size_bytes, after_s=self._since(part))
-            except StreamEndedError as ended:
-                why = channel.why_ended(call, ended)
-                raise why from why.__cause__
+        deadline_s = QUICK_S + size_bytes / _SLOWEST_BYTES_PER_S
+        with self._channel.transfer("GetShards", request, deadline_s) as transfer:
+            for response in transfer.answers():
+                for part in pb.GetShardsResponse.FromString(response).parts:
+                    had, held[part.shard] = held[part.shard], None
+                    found = _receive(part, transfer, layout, values[part.shard], had)
+                    held[part.shard] = instance, part.content, part.writes, part.version, found
+                    if part.HasField("checksum"):
+                        tally.came(change_bytes=part.size_bytes, after_s=self._since(part))
+                    elif part.size_bytes:
+                        tally.came(part.size_bytes, after_s=self._since(part))
 
     def close(self) -> None:
         """End the link. Idempotent."""
@@ -127,7 +122,7 @@ def _wanted(shard: int, content: Content | None, instance: int) -> pb.GetShardsR
 
 
 def _receive(
-    part: pb.GetShardsResponse.Part, stream: TensorStream, layout: ModelLayout, values: Tensor, had: Content | None
+    part: pb.GetShardsResponse.Part, transfer: Transfer, layout: ModelLayout, values: Tensor, had: Content | None
 ) -> int:
     """Take what comes of a shard, so that ``values`` are what it is then; returns their checksum. ``had``: what they
     were. Raises TransferError if it cannot be the shard's."""
@@ -143,7 +138,7 @@ def _receive(
     if part.size_bytes > most or (part.size_bytes != most and not apart):
         raise TransferError(f"{part.size_bytes:,} bytes come of shard {shard.index}, which has {most:,}")
     out = torch.empty(part.size_bytes, dtype=torch.uint8, device="cpu") if apart else values
-    stream.pass_all(Receiving(stream, Assembly(shard.index, part.size_bytes, byte_view(out))))
+    transfer.receive(Assembly(shard.index, part.size_bytes, byte_view(out)))
     if part.positions:
         assert had is not None
         payload, before = byte_view(out).data, int(had[-2])

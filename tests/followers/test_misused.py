@@ -57,7 +57,7 @@ def test_bodies_that_do_not_come_take_no_ranks_places() -> None:
 
     with one_owner() as (server, take_step), open_channel(server.address, None) as channel:
         take_step()
-        call = channel.stream_stream(methods(FOLLOWER_SERVICE)["GetShards"].path)
+        call = channel.stream_stream(methods(FOLLOWER_SERVICE)["OpenTensorStream"].path)
         said = [(*of(str(each)), *life_metadata(0, 0)) for each in range(20)]  # that they are the rank
         calls = [call(never(), metadata=each, timeout=60) for each in said]
         try:

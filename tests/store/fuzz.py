@@ -30,12 +30,10 @@ from rayzero.store.wire.rpc import (
     OWNER_SERVICE,
     STORE_SERVICE,
     Metadata,
-    Method,
     life_metadata,
     methods,
     open_channel,
     seal,
-    stream_metadata,
     token_metadata,
 )
 from rayzero.store.wire.tensor_stream import TICKET_BYTES
@@ -84,14 +82,6 @@ def filled(message: Any, draws: random.Random, depth: int = 0) -> Any:
             else:
                 setattr(message, part.name, value)
     return message
-
-
-def stream_of(method: Method, draws: random.Random) -> list[bytes]:
-    messages = []
-    for _ in range(draws.randint(0, 3)):
-        whole = seal(filled(method.request(), draws))
-        messages.append(draws.choice([whole, whole, draws.randbytes(30)]))
-    return messages
 
 
 # ---- messages that a rank has sent
@@ -188,19 +178,11 @@ def drawn(attacker: Attacker, recorded: list[Call], draws: random.Random) -> tup
     known = [call for call in recorded if attacker.owners_methods or STORE_SERVICE in call.path]
     way = 1 if attacker.only_bent else draws.randrange(3)
     if way < 2:
-        unary = [call for call in known if len(call.messages) == 1 and not _streams(call.path)]
-        call = draws.choice(unary if attacker.only_bent else known)
+        call = draws.choice([call for call in known if call.messages] if attacker.only_bent else known)
         return call.path, bent(call.messages, draws) if way else call.messages
     services = (STORE_SERVICE, OWNER_SERVICE) if attacker.owners_methods else (STORE_SERVICE,)
     method = draws.choice(list(methods(draws.choice(services)).values()))
-    if method.client_streaming:
-        return method.path, stream_of(method, draws)
     return method.path, [seal(filled(method.request(), draws))]
-
-
-def _streams(path: str) -> bool:
-    service, _, name = path.removeprefix("/").partition("/")
-    return methods(service)[name].client_streaming
 
 
 def attack(address: str, port: str, recorded: list[Call], found: Fuzzed, seed: int) -> None:
@@ -215,8 +197,7 @@ def attack(address: str, port: str, recorded: list[Call], found: Fuzzed, seed: i
                 continue
             path, messages = drawn(everyone[who], recorded, draws)
             call = channels[who].stream_unary(path)
-            named = stream_metadata(draws.randrange(5)) if draws.random() < 0.3 else ()
-            sent = call.future(iter(messages), metadata=(*everyone[who].metadata, *named), timeout=WAIT)
+            sent = call.future(iter(messages), metadata=everyone[who].metadata, timeout=WAIT)
             under_way.append((who, path, sent))
             if len(under_way) >= AT_ONCE:
                 _see(*under_way.popleft(), found)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from rayzero.config.zero import HostPush
 from rayzero.owner.owned_model import OwnerTerms
 from rayzero.protocol.ownership import Ownership
 from rayzero.protocol.store import ParameterStore
 from rayzero.slabs.sweep import SHARED_MEMORY
+from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.inprocess import LocalConnection, LocalOwners
+from rayzero.store.owner.entrances.transfers import TransferCalls
 from rayzero.store.owner.hosted import ByModel, HostedModels
 from rayzero.store.owner.server import OwnerServer, serve_models
 from rayzero.store.rank.rank_store import RankStore
@@ -170,3 +173,17 @@ if why_no_sharing() is None:
     STORES["sums"] = partial(over_grpc, door=True, host_push="always")
     STORES["door"] = partial(over_grpc, door=True)
 """name -> factory(world_size, num_owners, *, stall_timeout=..., owner_threads=...): a context with one store a rank"""
+
+
+@contextmanager
+def seeing_transfers(see: Callable[[str, Callable[[], Awaitable[Any]], bytes], Awaitable[Any]]) -> Iterator[None]:
+    """A context in which every owner of this process has transfers answered by ``see``: it is given a method, what
+    answers it, and the request."""
+    answer = TransferCalls.answer
+
+    async def seen(calls: TransferCalls, opened: Any, stream: Any, content: Any) -> Any:
+        question = pb.TransferQuestion.FromString(content)
+        return await see(question.method, partial(answer, calls, opened, stream, content), question.request)
+
+    with patch.object(TransferCalls, "answer", seen):
+        yield

@@ -13,28 +13,21 @@ from rayzero.errors import StoreError, TransferError
 from rayzero.security.authority import Authority
 from rayzero.security.credentials import OWNER, Identity, name_of_rank
 from rayzero.store.owner.calls import allowance
-from rayzero.store.owner.calls.allowance import BODIES, CALLS, UPLOADS, WAITING, Allowance, Allowances
+from rayzero.store.owner.calls.allowance import BODIES, CALLS, Allowance, Allowances
 from rayzero.store.wire.rpc import (
     STORE_SERVICE,
     from_status,
     life_metadata,
     methods,
     open_channel,
-    stream_metadata,
     token_metadata,
 )
 from rayzero.telemetry.names import REFUSED
 from rayzero.telemetry.recorder import MemoryRecorder
 from store.stores import TOKEN, serving
-from store.test_tensor_streams import member
 from store.toy import WAIT
 
 METADATA = (*token_metadata(TOKEN), *life_metadata(3, 0))
-
-
-async def nothing() -> AsyncIterator[bytes]:
-    await asyncio.Event().wait()
-    yield b""
 
 
 async def one(message: bytes) -> AsyncIterator[bytes]:
@@ -64,29 +57,6 @@ def test_so_many_bodies_are_read_at_once_and_so_many_wait() -> None:
     asyncio.run(ask())
 
 
-def test_so_many_uploads_are_under_way_and_so_many_wait() -> None:
-    async def upload(own: Allowance, began: list[int]) -> None:
-        async with own.upload(nothing()):
-            began.append(1)
-            await asyncio.Event().wait()
-
-    async def ask() -> None:
-        own, began = Allowance("rank 3"), []
-        uploads = [asyncio.ensure_future(upload(own, began)) for _ in range(UPLOADS + WAITING)]
-        await asyncio.sleep(0.05)
-        assert len(began) == UPLOADS
-        with pytest.raises(StoreError, match="rank 3 has 64 uploads under way"):
-            await upload(own, began)
-        uploads[0].cancel()
-        await asyncio.sleep(0.05)
-        assert len(began) == UPLOADS + 1, "one that waited"
-        for each in uploads:
-            each.cancel()
-        await asyncio.wait(uploads)
-
-    asyncio.run(ask())
-
-
 def test_callers_are_told_apart_by_certificate_or_host_and_rank() -> None:
     known, tls = Allowances(), {"transport_security_type": [b"ssl"]}
     metadata = {rank: life_metadata(rank, 0) for rank in (0, 1)}
@@ -110,18 +80,13 @@ def silent() -> Iterator[bytes]:
     yield b""
 
 
-@pytest.mark.parametrize("method", ["Push", "Attach"])
-def test_a_body_that_does_not_come_is_cut_and_counted(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+def test_a_body_that_does_not_come_is_cut_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(allowance, "BODY_S", 0.3)
     recorder = MemoryRecorder()
-    with (
-        serving(recorder=recorder) as (server,),
-        member(server, rank=3) as (number, _),
-        open_channel(server.address, None) as channel,
-    ):
-        call: Any = channel.stream_unary(methods(STORE_SERVICE)[method].path)
+    with serving(recorder=recorder) as (server,), open_channel(server.address, None) as channel:
+        call: Any = channel.stream_unary(methods(STORE_SERVICE)["Attach"].path)
         with pytest.raises(grpc.RpcError) as refused:
-            call(silent(), metadata=(*METADATA, *stream_metadata(number)), timeout=WAIT)
+            call(silent(), metadata=METADATA, timeout=WAIT)
         said = from_status(refused.value, "the owner")
         assert isinstance(said, TransferError)
         assert "rank 3 (ipv4:127.0.0.1) has sent no whole message within 0.3 s" in str(said)
@@ -150,7 +115,7 @@ def test_who_is_refused_or_cut_is_counted_by_reason(
 ) -> None:
     """``grpc`` itself cuts who ends no handshake: tests/store/test_hostile.py."""
     monkeypatch.setattr(allowance, "BODY_S", 0.1)
-    monkeypatch.setattr(allowance, "WAITING", -allowance.UPLOADS if reason == "limit" else allowance.WAITING)
+    monkeypatch.setattr(allowance, "CALLS", 0 if reason == "limit" else allowance.CALLS)
     run = Authority("refusing", on_loopback=True)
     owner, rank = (Identity(run.issue(name, [name])) for name in (OWNER, name_of_rank(4 if reason == "role" else 3)))
     metadata = METADATA if reason != "token" else (*token_metadata("guess"), *METADATA[3:])
@@ -159,8 +124,7 @@ def test_who_is_refused_or_cut_is_counted_by_reason(
         serving(recorder=recorder, tls=owner) as (server,),
         open_channel(server.address, rank) as channel,
     ):
-        method = "Attach" if reason == "slow" else "Push"
-        call: Any = channel.stream_unary(methods(STORE_SERVICE)[method].path)
+        call: Any = channel.stream_unary(methods(STORE_SERVICE)["Attach"].path)
         with pytest.raises(grpc.RpcError) as refused:
             call(silent(), metadata=metadata, timeout=WAIT)
     assert refused.value.code() is code

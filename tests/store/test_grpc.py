@@ -9,9 +9,9 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import asynccontextmanager, closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +32,7 @@ from rayzero.errors import (
     RayZeroError,
     StoreClosedError,
     StoreError,
+    TransferError,
     UnsupportedError,
 )
 from rayzero.lead.lead import StepLead
@@ -58,10 +59,11 @@ from rayzero.store.wire.rpc import (
     token_metadata,
     unseal,
 )
+from rayzero.store.wire.tensor_stream import StreamEndedError
 from rayzero.store.wire.translate import from_failure, to_failure
 from rayzero.telemetry.names import FETCH_SECONDS, PUSH_SECONDS, TRANSFER_BYTES, TRANSFER_RETRIES
 from rayzero.telemetry.recorder import MemoryRecorder
-from store.stores import TOKEN, connected, serving
+from store.stores import TOKEN, connected, seeing_transfers, serving
 from store.toy import HYPER, WAIT, equal, make_spec, masters, random_grads, start, take_step
 from tests.support.leftovers import threads, threads_left
 
@@ -111,7 +113,7 @@ def test_every_method_wants_the_token(service: str, metadata: Any) -> None:
     with serving() as (server,), channel_to(server) as channel:
         for method in methods(service).values():
             call = method.bind(channel)
-            request: Any = iter([method.request()]) if method.client_streaming else method.request()
+            request: Any = method.request()
 
             def ask(call: Any = call, request: Any = request, streams: bool = method.server_streaming) -> None:
                 answer = call(request, metadata=metadata, timeout=WAIT)
@@ -227,29 +229,19 @@ def test_the_byte_counters_equal_the_arithmetic() -> None:
         assert recorder.timing(PUSH_SECONDS, transport="grpc").count == 3
 
 
-class Meddler(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Damages the first message of a method's first calls, or breaks those calls there."""
+class Meddler:
+    """Answers a method's first transfers as if their questions had been damaged, or breaks their connections there."""
 
     def __init__(self, method: str, calls: int, *, damage: bool) -> None:
         self.method, self.left, self.damage = method, calls, damage
 
-    async def intercept_service(self, continuation: Any, details: Any) -> Any:
-        handler = await continuation(details)
-        if not details.method.endswith(f"/{self.method}") or self.left == 0:
-            return handler
+    async def see(self, method: str, answer: Any, request: bytes) -> Any:
+        if method != self.method or self.left == 0:
+            return await answer()
         self.left -= 1
-        received = handler.request_deserializer
-
-        def flipped(sent: bytes) -> Any:
-            middle = len(sent) // 2
-            return received(sent[:middle] + bytes([sent[middle] ^ 0x10]) + sent[middle + 1 :])
-
-        async def broken(requests: AsyncIterator[Any], context: Any) -> Any:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the link went away")
-
         if self.damage:
-            return grpc.stream_unary_rpc_method_handler(handler.stream_unary, flipped, handler.response_serializer)
-        return grpc.stream_unary_rpc_method_handler(broken, received, handler.response_serializer)
+            return pb.TransferAnswer(failure=to_failure(TransferError("a message was damaged")))
+        raise StreamEndedError("the link went away")
 
 
 @pytest.mark.parametrize("damage", [True, False])
@@ -260,8 +252,8 @@ def test_a_call_that_breaks_or_is_damaged_is_made_again(method: str, damage: boo
 
     def train(meddler: Meddler | None) -> tuple[Any, float]:
         recorder = MemoryRecorder()
-        interceptors = [] if meddler is None else [meddler]
-        with serving(interceptors=interceptors) as servers, connected(servers, recorder=recorder) as stores:
+        meddles = nullcontext() if meddler is None else seeing_transfers(meddler.see)
+        with meddles, serving() as servers, connected(servers, recorder=recorder) as stores:
             ranks = start(stores, spec)
             ranks[0].fetch()
             for each in grads:
@@ -509,24 +501,16 @@ def test_the_generated_code_is_current() -> None:
 
 
 def test_a_load_that_brings_nothing_is_answered_where_nothing_is_wanted() -> None:
-    async def nothing() -> AsyncIterator[Any]:
-        yield pb.LoadRequest(unit=0)  # and no shard
-
     async def compute(act: Callable[[], object]) -> object:
         return act()
-
-    @asynccontextmanager
-    async def transfer() -> AsyncIterator[None]:
-        yield
 
     state: Any = SimpleNamespace(
         number=0,
         service=SimpleNamespace(is_loaded=True, owner=0),  # an owner without shards
         compute=compute,
-        tensors=SimpleNamespace(of=lambda number, client: SimpleNamespace(transfer=transfer)),
     )
-    call = SimpleNamespace(invocation_metadata=lambda: (*life_metadata(0, 0), *rpc.stream_metadata(1)))
-    assert asyncio.run(RankCalls(state).load(nothing(), call)) == pb.LoadResponse(announced=1)
+    nothing = pb.LoadRequest(units=[pb.LoadRequest.Unit(unit=0)])  # and no shard
+    assert asyncio.run(RankCalls(state).load(nothing, None)) == pb.LoadResponse()
 
 
 def test_the_same_message_to_another_method_is_another_call() -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Iterable
 from typing import Any
 from unittest.mock import patch
 
-import grpc
 import pytest
 import torch
 
@@ -18,22 +17,22 @@ from rayzero.errors import StallError, StoreError
 from rayzero.protocol.messages import Contribution
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner import tensor_port
-from rayzero.store.owner.tensor_port import OwnerStream
+from rayzero.store.owner.streams import OwnerStream
 from rayzero.store.remote.owner_table import OwnerTable, connect_store
 from rayzero.telemetry.names import TRANSFER_BYTES
 from rayzero.telemetry.recorder import MemoryRecorder
-from store.stores import TOKEN, connected, serving
+from store.stores import TOKEN, connected, seeing_transfers, serving
 from store.toy import WAIT, Grads, equal, make_spec, masters, random_grads, start, take_step
 
 BF16 = torch.bfloat16
 
 
-class Onlooker(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Sees an owner's Push and Fetch calls; holds those of one method until told to let them go."""
+class Onlooker:
+    """Sees an owner's Push and Fetch transfers; holds those of one method until told to let them go."""
 
     def __init__(self, hold: str = "") -> None:
         self.calls = {"Push": 0, "Fetch": 0}
-        self.requests: list[pb.PushRequest] = []
+        self.pushed: list[pb.PushRequest.Unit] = []
         self.came = threading.Event()  # a held call
         self._hold = hold
         self._go: asyncio.Event | None = None
@@ -44,45 +43,16 @@ class Onlooker(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         assert self._go is not None
         self._loop.call_soon_threadsafe(self._go.set)
 
-    async def wait(self) -> None:
-        assert self._go is not None
-        await self._go.wait()
-
-    async def intercept_service(self, continuation: Any, details: Any) -> Any:
-        handler = await continuation(details)
-        name = details.method.rpartition("/")[2]
-        if name not in self.calls:
-            return handler
-        self._loop, self._go = asyncio.get_running_loop(), self._go or asyncio.Event()
-        formats = handler.request_deserializer, handler.response_serializer
-        if name == "Push":
-            return grpc.stream_unary_rpc_method_handler(self._pushes(handler.stream_unary), *formats)
-        return grpc.stream_unary_rpc_method_handler(self._fetches(handler.stream_unary), *formats)
-
-    def _pushes(self, behaviour: Any) -> Any:
-        async def push(requests: AsyncIterator[Any], context: Any) -> Any:
-            async def seen() -> AsyncIterator[Any]:
-                async for request in requests:
-                    self.requests.append(request)
-                    yield request
-
-            self.calls["Push"] += 1
+    async def see(self, method: str, answer: Any, request: bytes) -> Any:
+        if method in self.calls:
+            self._loop, self._go = asyncio.get_running_loop(), self._go or asyncio.Event()
+            self.calls[method] += 1
+            if method == "Push":
+                self.pushed += pb.PushRequest.FromString(request).units
             self.came.set()
-            if self._hold == "Push":
-                await self.wait()
-            return await behaviour(seen(), context)
-
-        return push
-
-    def _fetches(self, behaviour: Any) -> Any:
-        async def fetch(requests: AsyncIterator[Any], context: Any) -> Any:
-            self.calls["Fetch"] += 1
-            self.came.set()
-            if self._hold == "Fetch":
-                await self.wait()
-            return await behaviour(requests, context)
-
-        return fetch
+            if self._hold == method:
+                await self._go.wait()
+        return await answer()
 
 
 # ---- wire_compression
@@ -92,13 +62,14 @@ def one_step(grads: Grads, compression: str, **spec: Any) -> tuple[Grads, Grads,
     """Masters and first moments after one step, the bytes pushed, and the wire formats the owner was told."""
     recorder, onlooker, model = MemoryRecorder(), Onlooker(), make_spec(1, **spec)
     with (
-        serving(interceptors=[onlooker]) as servers,
+        seeing_transfers(onlooker.see),
+        serving() as servers,
         connected(servers, wire_compression=compression, recorder=recorder) as stores,
     ):
         (rank,) = start(stores, model)
         take_step([rank], [grads])
         moved = recorder.total(TRANSFER_BYTES, direction="push", transport="grpc")
-        return masters(rank), rank.fetch(1, "exp_avg"), moved, {request.format for request in onlooker.requests}
+        return masters(rank), rank.fetch(1, "exp_avg"), moved, {unit.format for unit in onlooker.pushed}
 
 
 def test_compressed_gradients_are_the_rounded_ones_in_half_the_bytes() -> None:
@@ -159,12 +130,12 @@ def test_an_owner_refuses_a_wire_format_that_does_not_fit_the_unit() -> None:
         (rank,) = start([store], spec)
         channel = store.connection._links[0].channel()
         sent = pb.Contribution(step=0, attempt=0, rank=0, unit=0, seq=0, presence=b"\1")
-        request = pb.PushRequest(contribution=sent, shards=[0], format=pb.WIRE_FORMAT_BF16)
+        unit = pb.PushRequest.Unit(contribution=sent, shards=[0], format=pb.WIRE_FORMAT_BF16)
         with (
             pytest.raises(StoreError, match=r"gradients of 'emb' \(bfloat16\) cannot come in wire format 1"),
-            channel.beside() as beside,
+            channel.transfer("Push", pb.PushRequest(units=[unit]), WAIT) as transfer,
         ):
-            channel.answer(channel.start("Push", iter([request]), WAIT, beside))
+            transfer.answer()
         assert rank.step == 0
 
 
@@ -210,7 +181,7 @@ def test_a_fetch_that_stalls_between_shards_says_so_and_ends_its_call() -> None:
 
 def test_fetches_that_wait_for_a_thread_go_in_one_stream() -> None:
     spec, onlooker = make_spec(1, frozen=[1]), Onlooker("Fetch")
-    with serving(interceptors=[onlooker]) as servers, connected(servers) as stores:
+    with seeing_transfers(onlooker.see), serving() as servers, connected(servers) as stores:
         (rank,) = start(stores, spec)
         asked = [rank.fetch_unit(unit) for _ in range(4) for unit in (0, 1, 2)]
         assert onlooker.came.wait(WAIT)
@@ -232,7 +203,7 @@ def test_pushes_that_wait_for_a_thread_go_in_one_stream() -> None:
         (rank,) = start(stores, spec)
         take_step([rank], [grads])
         expected = masters(rank)
-    with serving(interceptors=[onlooker]) as servers, connected(servers) as stores:
+    with seeing_transfers(onlooker.see), serving() as servers, connected(servers) as stores:
         (rank,) = start(stores, spec)
         landed = [rank.push_unit(unit, grads) for unit in (2, 1, 0)]
         landed += [rank.push_unit(unit, grads, seq=0) for _ in range(3) for unit in (2, 1, 0)]  # repeats
@@ -241,7 +212,7 @@ def test_pushes_that_wait_for_a_thread_go_in_one_stream() -> None:
         for future in landed:
             future.result(WAIT)
         assert onlooker.calls["Push"] <= 3  # two threads begin, one takes what came meanwhile
-        assert len(onlooker.requests) == 12
+        assert len(onlooker.pushed) == 12
         rank.finish().result(WAIT)
         assert equal(masters(rank), expected)
 

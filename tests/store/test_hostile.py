@@ -8,7 +8,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,11 @@ import grpc
 import psutil
 import pytest
 
-from rayzero.errors import StoreError
+from rayzero.errors import RayZeroError, StoreError
 from rayzero.security.authority import Authority
 from rayzero.security.credentials import OWNER, Identity
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.owner.calls.allowance import UPLOADS, WAITING
+from rayzero.store.owner.calls.allowance import CALLS
 from rayzero.store.owner.calls.long_polls import WAITING_CALLS
 from rayzero.store.owner.server import OwnerServer
 from rayzero.store.wire.rpc import (
@@ -31,10 +31,11 @@ from rayzero.store.wire.rpc import (
     methods,
     open_channel,
     seal,
-    stream_metadata,
     token_metadata,
+    transfers,
 )
-from store.fuzz import MOST_GROWTH, attackers, filled, fuzz, stream_of
+from rayzero.store.wire.tensor_streams import OverdueError, Transfer
+from store.fuzz import MOST_GROWTH, attackers, filled, fuzz
 from store.http2 import ACK, END_HEADERS, END_STREAM, HEADERS, OPENING, RESET, SETTINGS, frame, headers
 from store.stores import TOKEN, connected, serving
 from store.test_tensor_streams import member
@@ -135,11 +136,11 @@ def ends_stream(connection: socket.socket) -> bool:
         received = received[9 + size :]
 
 
-def test_a_connection_may_have_a_thousand_streams_and_a_member_far_fewer_uploads() -> None:
+def test_a_connection_may_have_a_thousand_streams_and_a_member_far_fewer_bodies() -> None:
     """The server says so to every client, and ends what a member opens beyond its allowance."""
     with training_goes_on(None, 64 * MIB) as server, connect(server) as connection:
         metadata = (*token_metadata(TOKEN), *life_metadata(0, 0))
-        block = headers("/rayzero.v1.StoreService/Push", metadata)
+        block = headers("/rayzero.v1.StoreService/Attach", metadata)
         connection.sendall(OPENING + frame(SETTINGS, 0, 0))
         connection.sendall(b"".join(frame(HEADERS, END_HEADERS, 2 * number + 1, block) for number in range(3_000)))
         most, ended = 0, set[int]()
@@ -148,10 +149,10 @@ def test_a_connection_may_have_a_thousand_streams_and_a_member_far_fewer_uploads
                 most = dict(struct.iter_unpack(">HI", content)).get(3, most)  # RFC 9113, 6.5.2
             elif kind == RESET or (kind == HEADERS and flags & END_STREAM):
                 ended.add(stream)
-            if len(ended) >= 3_000 - (UPLOADS + WAITING):
+            if len(ended) >= 3_000 - CALLS:
                 break
         assert most == 1000
-        assert len(ended) == 3_000 - (UPLOADS + WAITING)
+        assert len(ended) == 3_000 - CALLS
 
 
 def frames(connection: socket.socket) -> Iterator[tuple[int, int, int, bytes]]:
@@ -173,11 +174,12 @@ def test_a_million_tiny_messages_of_a_stranger_are_not_read() -> None:
         nonlocal sent
         for _ in range(1_000_000):
             sent += 1
-            yield pb.PushRequest(shards=[0])
+            yield seal(pb.AttachRequest(rank=1))
 
     with training_goes_on(None, 64 * MIB) as server, open_channel(server.address, None) as channel:
+        attach = channel.stream_unary(methods(STORE_SERVICE)["Attach"].path)
         with pytest.raises(grpc.RpcError) as refused:
-            methods(STORE_SERVICE)["Push"].bind(channel)(messages(), metadata=token_metadata("guess"), timeout=30)
+            attach(messages(), metadata=token_metadata("guess"), timeout=30)
         assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
     assert sent < 100_000
 
@@ -225,9 +227,6 @@ def test_what_a_rank_asks_for_in_vain_is_refused_soon(method: str, taken: int) -
         assert all(each.__context__ is None for each in kept), "grpc keeps them, and so it would keep what was refused"
 
 
-MOVES = ("Push", "Load", "Stage", "Fetch")  # tensors, over a connection
-
-
 @pytest.mark.promise("safe", "transports")
 @pytest.mark.parametrize("seed", range(3))
 def test_whatever_a_member_sends_is_answered_by_name(
@@ -249,17 +248,18 @@ def test_whatever_a_member_sends_is_answered_by_name(
             for _ in range(500):
                 service, name, method, call = draws.choice(known)
                 metadata = token_metadata(TOKEN) + (life_metadata(0, 0) if service == STORE_SERVICE else ())
-                one = [seal(filled(method.request(), draws))]
-                sent = stream_of(method, draws) if method.client_streaming else one
                 try:
-                    with member(server) if name in MOVES else nullcontext() as opened:
-                        if opened is not None:
-                            number, connection = opened
-                            metadata += stream_metadata(number)
-                            connection.sendall(draws.randbytes(draws.choice([0, 24, 4096])))
-                        call(iter(sent), metadata=metadata, timeout=0.3)
+                    call(iter([seal(filled(method.request(), draws))]), metadata=metadata, timeout=0.3)
                 except grpc.RpcError as error:
                     named = "rayzero-error" in dict(error.trailing_metadata() or ())
                     if not named and error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
                         unnamed.append((name, error.code(), error.details()))
+        for _ in range(150):
+            name, method = draws.choice(list(transfers(STORE_SERVICE).items()))
+            with member(server) as stream:
+                transfer = Transfer(stream, name, filled(method.request(), draws).SerializeToString(), 0.3)
+                with suppress(OSError):  # the owner has answered
+                    stream.connection.sendall(draws.randbytes(draws.choice([0, 24, 4096])))
+                with suppress(RayZeroError, OverdueError):
+                    transfer.answer()
     assert unnamed == []

@@ -29,7 +29,7 @@ from rayzero.store.host.links.line_channel import LineChannel
 from rayzero.store.host.transfer_calls import Sending
 from rayzero.store.owner.entrances import lobby as entrance
 from rayzero.store.owner.entrances.lobby import CallsInMemory, ParcelStream
-from rayzero.store.owner.tensor_port import ShardDestination
+from rayzero.store.owner.streams import ShardDestination
 from rayzero.store.shm import lines
 from rayzero.store.shm.lines import QUESTION_BYTES, Line, Lobby, Parcel
 from rayzero.store.shm.mailbox import SLOTS
@@ -373,14 +373,18 @@ def test_a_long_answer_that_nobody_fetches_is_held_until_its_call_is_late(
 
 
 @pytest.mark.parametrize("count", [1, 90, 110, 130, 150, 400])
-def test_many_small_requests_come(channel: LineChannel, calls: Calls, count: int) -> None:
-    async def counted(requests: Any, context: Any) -> pb.LoadResponse:
-        return pb.LoadResponse(announced=len([request async for request in requests]))
+def test_a_long_request_comes_whole(channel: LineChannel, calls: Calls, count: int) -> None:
+    came: list[pb.LoadRequest] = []
+
+    async def counted(request: Any, context: Any) -> pb.LoadResponse:
+        came.append(request)
+        return pb.LoadResponse()
 
     calls.answers["Load"] = counted
-    requests = [pb.LoadRequest(unit=1, shards=[1])] * count
+    request = pb.LoadRequest(units=[pb.LoadRequest.Unit(unit=1, shards=[1])] * count)
     with closing(channel.parcel(1)) as parcel:
-        assert channel.answer(channel.start_with("Load", requests, WAIT, parcel)).announced == count
+        channel.answer(channel.transfer("Load", request, WAIT, parcel))
+    assert came == [request]
 
 
 @pytest.mark.parametrize("text", ["x" * 8192, "\N{LATIN SMALL LETTER E WITH ACUTE}" * 8192, "\N{SMILE}" * 8192])
@@ -547,7 +551,7 @@ time.sleep(WAIT)
 
 def test_a_parcel_of_another_line_is_refused(channel: LineChannel, calls: Calls, slab_dir: Path) -> None:
     with closing(channel_to(slab_dir)) as other, closing(other.parcel(10)) as parcel:
-        started = channel.start_with("Load", [pb.LoadRequest()], WAIT, parcel)
+        started = channel.transfer("Load", pb.LoadRequest(), WAIT, parcel)
         with pytest.raises(HandshakeError, match="is not of the line over which it was named"):
             channel.answer(started)
 
@@ -558,19 +562,19 @@ def test_an_upload_makes_its_parts_when_their_turn_comes(
     came: list[list[int]] = []
     made: list[int] = []
 
-    async def taken(requests: Any, context: Any) -> pb.LoadResponse:
-        units = [request.unit async for request in requests]
+    async def taken(request: Any, context: Any) -> pb.LoadResponse:
+        units = [each.unit for each in request.units]
         largest = max(slab.bytes for slab in list_slabs(slab_dir) if slab.header and slab.header.facts.role == "parcel")
         assert largest < 32 << 10
         values = torch.empty(len(units), 4096, dtype=torch.uint8)
         landings = [
             ShardDestination(shard=unit, size_bytes=4096, out=byte_view(values[at])) for at, unit in enumerate(units)
         ]
-        await context.parcel_stream.receive(landings)
+        await context.stream.receive(landings)
         assert [int(each) for each in values[:, -1]] == units
         assert len(made) <= sum(map(len, came)) + len(units) + 1
         came.append(units)
-        return pb.LoadResponse(announced=len(units))
+        return pb.LoadResponse()
 
     def parts() -> Iterator[Sending]:
         for unit in range(5):
@@ -580,11 +584,11 @@ def test_an_upload_makes_its_parts_when_their_turn_comes(
                 shards=[Shard(index=unit, unit=unit, start=0, stop=1024)],
                 values=torch.full((4096,), unit, dtype=torch.uint8).view(torch.float32),
                 codec=RAW,
-                request=pb.LoadRequest(unit=unit, shards=[unit]),
+                request=pb.LoadRequest.Unit(unit=unit, shards=[unit]),
             )
 
     calls.answers["Load"] = taken
-    monkeypatch.setattr(transfers, "_PARCEL_BYTES", 10_000)
+    monkeypatch.setattr(transfers, "_TOGETHER_BYTES", 10_000)
     move = transfers.Move(channel=channel, deadline_s=WAIT, moving=Future(), moved=lambda: None)
     transfers.upload(move, "Load", parts())
     assert came == [[0, 1], [2, 3], [4]]

@@ -30,11 +30,11 @@ from rayzero.store.remote.owner_table import OwnerTable
 from rayzero.store.remote.remote_connection import RankTerms, RemoteConnection
 from rayzero.store.shm.signals import why_no_sharing
 from rayzero.store.wire.payload import CHUNK_BYTES
-from rayzero.store.wire.rpc import OWNER_SERVICE, STORE_SERVICE, LinkNumber, break_of, link_of, methods
+from rayzero.store.wire.rpc import OWNER_SERVICE, STORE_SERVICE, LinkNumber, break_of, link_of, methods, transfers
 from rayzero.telemetry.names import LINK_DOWN_SECONDS, LINK_RECONNECTS, TRANSFER_RETRIES
 from store.faults import FAULTS, LINKS, difference, make_spec, net, outcome, ranks_of, run, sharing, undisturbed
 from store.proxy import Proxy, all_of
-from store.stores import TOKEN
+from store.stores import TOKEN, seeing_transfers
 from store.toy import WAIT, equal, make_large_spec, masters, random_grads, start, take_step
 from store.toy import make_spec as toy_spec
 
@@ -84,6 +84,13 @@ class LosesAnswers(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             return grpc.stream_stream_rpc_method_handler(many, *formats)
         return grpc.stream_unary_rpc_method_handler(one, *formats)
 
+    async def see(self, method: str, answer: Any, request: bytes) -> Any:
+        """A transfer."""
+        answered = await answer()
+        if method == self.method:
+            await self._lose()
+        return answered
+
     async def _lose(self) -> None:
         self.executed += 1
         if self.left > 0 and self.proxies:
@@ -92,7 +99,9 @@ class LosesAnswers(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             await asyncio.get_running_loop().run_in_executor(None, all_of(self.proxies, Proxy.cut))
 
 
-_REPEATED = sorted(methods(STORE_SERVICE).keys() | methods(OWNER_SERVICE).keys())
+_REPEATED = sorted(
+    {name for service in (STORE_SERVICE, OWNER_SERVICE) for kind in (methods, transfers) for name in kind(service)}
+)
 _NEVER = ("Notices", "Describe", "Leave", "Abort", "GetDecision", "Redo", "Keep", "GetKept")
 _NEVER += ("DescribeEpoch", "GiveShards", "Ask", "Mute", "GetHost")  # test_next_epoch.py, test_lead_questions.py
 # no answer to lose, or not in the run
@@ -107,7 +116,7 @@ def test_a_call_whose_answer_is_lost_is_repeated_and_counts_once(method: str, tm
     way = "mixed" if method in _HERE else "grpc"
     expected, _ = undisturbed(way)
     loses, spec = LosesAnswers(method, 3), make_spec()
-    with net(spec, sharing(way), interceptors=[loses]) as made:
+    with seeing_transfers(loses.see), net(spec, sharing(way), interceptors=[loses]) as made:
         loses.proxies = made.links("all")
         with ranks_of(made, spec, way) as ranks:
             found = outcome(ranks, tmp_path)

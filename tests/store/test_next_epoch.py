@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from itertools import count
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-import grpc
 import pytest
 import torch
 from torch import Tensor
 
-from rayzero.errors import EpochOverError, StallError, StoreError, TransferError
+from rayzero.errors import EpochOverError, HandshakeError, StallError, StoreError, TransferError
 from rayzero.security.authority import Authority
 from rayzero.security.credentials import OWNER, Identity
 from rayzero.slabs.sweep import SHARED_MEMORY
@@ -29,24 +27,18 @@ from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.memory.next_epoch import EpochFacts
 from rayzero.store.owner.server import serve_models
 from rayzero.store.owner.shard_source import RemoteShards
-from rayzero.store.owner.tensor_port import OwnerStream
+from rayzero.store.owner.streams import OwnerStream
 from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.remote.remote_connection import RankTerms, RemoteConnection
 from rayzero.store.wire import tensor_streams
 from rayzero.store.wire.payload import Assembly
 from rayzero.store.wire.rpc import (
-    OWNER_SERVICE,
-    STORE_SERVICE,
     CallTerms,
-    methods,
-    open_channel,
-    stream_metadata,
-    token_metadata,
 )
 from rayzero.store.wire.tensor_stream import TICKET_BYTES, WELCOME, StreamEndedError
 from store.proxy import Proxy
 from store.stores import TOKEN
-from store.test_tensor_streams import Spoils, call, member, over
+from store.test_tensor_streams import Spoils, ask, member, over
 from store.toy import WAIT, make_spec, random_grads, start, take_step
 from tests.support import needs
 
@@ -125,11 +117,11 @@ def test_all_of_a_shard_comes_however_often_the_link_is_cut(
 
 
 def test_shards_that_have_come_do_not_come_again() -> None:
-    asked, beside = [], RemoteShards._beside
+    asked, transfer = [], RemoteShards._transfer
 
     def noted(self: RemoteShards, channel: Any, request: pb.GiveShardsRequest) -> Any:
         asked.append(list(request.shards))
-        return beside(self, channel, request)
+        return transfer(self, channel, request)
 
     tensors = count()
 
@@ -140,7 +132,7 @@ def test_shards_that_have_come_do_not_come_again() -> None:
 
     with (
         owner() as there,
-        patch.object(RemoteShards, "_beside", noted),
+        patch.object(RemoteShards, "_transfer", noted),
         patch.object(shard_source, "Assembly", assembly),
     ):
         check_given(there)
@@ -172,7 +164,7 @@ def test_bytes_that_are_damaged_again_and_again_are_given_up() -> None:
     with (
         owner() as there,
         spoilt(1000),
-        pytest.raises(TransferError, match=r"^optimizer 0 at 127.0.0.1:\d+: (shard \d+|a chunk of) .*(damaged|came)"),
+        pytest.raises(TransferError, match=r"^optimizer 0 at 127.0.0.1:\d+: (a message|shard|a chunk).*(damaged|came)"),
     ):
         check_given(there)
 
@@ -255,35 +247,15 @@ def test_a_call_whose_time_is_over_before_the_owner_has_sent_is_named_so() -> No
         check_given(there, timeout_s=0.2)
 
 
-def asked_by_owner(there: Owner, method: str, request: Any, number: int = 0) -> Any:
-    """The answer to an owner's call; to a Fetch of a client that does not say who it is."""
-    service = STORE_SERVICE if method == "Fetch" else OWNER_SERVICE
-    metadata = (*token_metadata(TOKEN), *stream_metadata(number))
-    with open_channel(there.proxy.address, None) as channel:
-        return methods(service)[method].bind(channel)(request, metadata=metadata, timeout=WAIT)
-
-
-def test_a_connection_is_its_clients_alone() -> None:
-    fetch = pb.FetchRequest(rank=1, shards=[0], kind="compute")
-    with owner() as there, ExitStack() as stack:
-        of_rank, _ = stack.enter_context(member(there.proxy, rank=1))
-        opening = asked_by_owner(there, "OpenTensorStream", pb.OpenTensorStreamRequest(owner=1, host="127.0.0.1"))
-        connection = stack.enter_context(socket.create_connection(("127.0.0.1", opening.port), timeout=WAIT))
-        connection.sendall(opening.ticket)
-        assert connection.recv(1) == WELCOME
-        with pytest.raises(grpc.RpcError, match="optimizer 1's, not that of rank 1"):
-            call(there.proxy, 1, "Fetch", fetch, opening.number)
-        with pytest.raises(grpc.RpcError, match="Fetch was called by a rank that does not say which one it is"):
-            asked_by_owner(there, "Fetch", fetch, opening.number)
-        with pytest.raises(grpc.RpcError, match="rank 1's, not that of optimizer 1"):
-            asked_by_owner(there, "GiveShards", give(1), of_rank)
-        with pytest.raises(grpc.RpcError, match="optimizer 1's, not that of optimizer 2"):
-            asked_by_owner(there, "GiveShards", give(2), opening.number)
-        assert asked_by_owner(there, "GiveShards", give(1), opening.number) == pb.GiveShardsResponse()
-
-
-def give(owner: int) -> pb.GiveShardsRequest:
-    return pb.GiveShardsRequest(shards=[0], owner=owner)
+def test_a_connection_is_for_the_transfers_of_its_client_alone() -> None:
+    asked = pb.GiveShardsRequest(shards=[0], owner=1)
+    fetch = pb.FetchRequest(rank=0, shards=[0], kind="compute")
+    with owner() as there:
+        with member(there.proxy, rank=1) as stream, pytest.raises(HandshakeError, match="rank 1 asks for 'GiveShards'"):
+            ask(stream, "GiveShards", asked).answer()
+        refused = "Fetch of rank 0 was sent by rank 1"
+        with member(there.proxy, rank=1) as stream, pytest.raises(HandshakeError, match=refused):
+            ask(stream, "Fetch", fetch).answer()
 
 
 def test_a_link_is_down_since_more_bytes_than_ever_had_come() -> None:

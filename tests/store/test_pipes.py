@@ -34,15 +34,17 @@ from rayzero.store.host.transfer_calls import Sending
 from rayzero.store.owner.entrances import pipes as piping
 from rayzero.store.owner.entrances.access import AccessCheck
 from rayzero.store.owner.entrances.lobby import CallsInMemory
+from rayzero.store.owner.entrances.transfers import TransferCalls
 from rayzero.store.owner.server import serve_models
-from rayzero.store.owner.tensor_port import ShardDestination, TensorPort
-from rayzero.store.owner.upload_stream import UploadStream, connection_of, open_connection
+from rayzero.store.owner.streams import ShardDestination
+from rayzero.store.owner.tensor_port import TensorPort
 from rayzero.store.remote.handshake import LEASE
 from rayzero.store.shm.lines import Lobby
 from rayzero.store.wire import tensor_streams
 from rayzero.store.wire.payload import Assembly, byte_view
 from rayzero.store.wire.rpc import (
     SERVER_OPTIONS,
+    STORE_SERVICE,
     LinkNumber,
     caller_of,
     epoch_of,
@@ -77,16 +79,19 @@ class FarOwner(Calls):
         self.notices: list[pb.NoticesResponse] = []  # said first
         self.values = {7: b"a" * 3000, 8: b"b" * (3 << 20)}  # by shard
         self.came: dict[int, bytes] = {}  # the same of what was sent
-        self._loop, self.tensors = shared_loop(), TensorPort(MemoryRecorder())
+        self._loop, transfers = shared_loop(), TransferCalls(self._find, MemoryRecorder())
+        self.tensors = TensorPort(MemoryRecorder(), transfers.answer)
         self.answers |= {"OpenTensorStream": self._open, "Fetch": self._fetch, "Load": self._load}
         self.address: str = self._loop.run(self._listen(), WAIT)
         stack.callback(self.stop)
 
-    async def _listen(self) -> str:
-        async def find(model: int, epoch: int) -> Any:
-            return self
+    async def _find(self, model: int, epoch: int | None) -> Any:
+        return self
 
-        self._server = grpc.aio.server(handlers=(AccessCheck(find, TOKEN, MemoryRecorder()),), options=SERVER_OPTIONS)
+    async def _listen(self) -> str:
+        self._server = grpc.aio.server(
+            handlers=(AccessCheck(self._find, TOKEN, MemoryRecorder()),), options=SERVER_OPTIONS
+        )
         port = self._server.add_insecure_port("127.0.0.1:0")
         self.tensors.listen("127.0.0.1")
         await self._server.start()
@@ -107,22 +112,19 @@ class FarOwner(Calls):
         return await super().answer(service, method, request, context)
 
     async def _open(self, request: Any, context: Any) -> Any:
-        return open_connection(self.tensors, f"rank {request.rank}", request.host, context)
+        return self.tensors.expect(f"rank {request.rank}", STORE_SERVICE, request.host, context)
 
     async def _fetch(self, request: Any, context: Any) -> Any:
-        async with connection_of(self.tensors, "rank 5", context) as stream:
-            await stream.send((shard, memoryview(self.values[shard])) for shard in request.shards)
+        await context.stream.send((shard, memoryview(self.values[shard])) for shard in request.shards)
         return pb.FetchResponse()
 
-    async def _load(self, requests: Any, context: Any) -> Any:
-        async with connection_of(self.tensors, "rank 5", context) as stream:
-            upload = UploadStream(requests, stream)
-            async for request in upload.announced():
-                for shard in request.shards:
-                    out = torch.empty(4096, dtype=torch.uint8)
-                    await upload.receive(ShardDestination(shard=shard, size_bytes=4096, out=byte_view(out)))
-                    self.came[shard] = out.numpy().tobytes()
-        return pb.LoadResponse(announced=upload.came)
+    async def _load(self, request: Any, context: Any) -> Any:
+        for unit in request.units:
+            for shard in unit.shards:
+                out = torch.empty(4096, dtype=torch.uint8)
+                await context.stream.receive([ShardDestination(shard=shard, size_bytes=4096, out=byte_view(out))])
+                self.came[shard] = out.numpy().tobytes()
+        return pb.LoadResponse()
 
 
 def pipe_to(directory: Path, to: str, rank: int = 5, met: bool = True) -> LineChannel:
@@ -289,9 +291,8 @@ channel = pipe_to(pathlib.Path(sys.argv[1]), sys.argv[2])
 if sys.argv[3] == "Describe":
     channel.start("Describe", pb.DescribeRequest(), WAIT)
 else:
-    asked = [pb.FetchRequest(rank=5, shards=[7]), pb.LineRoom(sizes=[3000])]
     parcel = channel.parcel(4000)
-    channel.start_with("Fetch", asked, WAIT, parcel)
+    channel.transfer("Fetch", pb.FetchRequest(rank=5, shards=[7]), WAIT, parcel, pb.LineRoom(sizes=[3000]))
 print("asked", flush=True)
 time.sleep(WAIT)
 """
@@ -377,7 +378,7 @@ def sending(shards: list[int]) -> Iterator[Sending]:
             shards=[Shard(index=shard, unit=shard, start=0, stop=1024)],
             values=torch.full((4096,), shard, dtype=torch.uint8).view(torch.float32),
             codec=RAW,
-            request=pb.LoadRequest(unit=shard, shards=[shard]),
+            request=pb.LoadRequest.Unit(unit=shard, shards=[shard]),
         )
 
 
@@ -397,8 +398,7 @@ def fetched(channel: LineChannel, shards: list[int], sizes: list[int], records: 
         for shard, size in zip(shards, sizes, strict=True):
             memory = torch.zeros(size, dtype=torch.uint8)
             assembly = Assembly(shard, size, byte_view(memory), is_record=shard in records)
-            while not assembly.complete:
-                take(assembly)
+            take(assembly)
             found.append(memory.numpy().tobytes())
     return found
 
@@ -407,7 +407,7 @@ def fetched(channel: LineChannel, shards: list[int], sizes: list[int], records: 
 def test_bytes_come_from_the_owner(
     channel: LineChannel, owner: FarOwner, monkeypatch: pytest.MonkeyPatch, parcel_bytes: int
 ) -> None:
-    monkeypatch.setattr(transfers, "_PARCEL_BYTES", parcel_bytes)
+    monkeypatch.setattr(transfers, "_TOGETHER_BYTES", parcel_bytes)
     assert fetched(channel, [8, 7], [3 << 20, 3000]) == [owner.values[8], owner.values[7]]
 
 
@@ -434,9 +434,9 @@ def test_a_fetch_of_more_bytes_than_its_caller_has_room_for_is_refused(channel: 
         (pb.LineRoom(sizes=[1 << 50], records=[7]), r"records of 1,125,899,906,842,624 bytes do not fit"),
         (pb.LineRoom(sizes=[3000, 1]), "a Fetch of 1 shard has room for 2"),
     ]:
-        request = [pb.FetchRequest(rank=5, shards=[7]), room]
+        request = pb.FetchRequest(rank=5, shards=[7])
         with closing(channel.parcel(4000)) as parcel, pytest.raises(TransferError, match=said):
-            channel.answer(channel.start_with("Fetch", request, WAIT, parcel))
+            channel.answer(channel.transfer("Fetch", request, WAIT, parcel, room))
 
 
 def test_other_bytes_than_are_announced_are_refused(channel: LineChannel, owner: FarOwner) -> None:
@@ -475,13 +475,11 @@ def test_a_cancelled_transfer_ends_at_the_owner(channel: LineChannel, owner: Far
 
 @pytest.mark.parametrize("method", ["Fetch", "Load"])
 def test_a_connection_that_ends_in_the_middle_breaks_the_line(
-    channel: LineChannel, owner: FarOwner, monkeypatch: pytest.MonkeyPatch, method: str
+    channel: LineChannel, owner: FarOwner, method: str
 ) -> None:
-    monkeypatch.setattr(piping, "_REASON_S", 0.2)
-
     async def cut(request: Any, context: Any) -> None:
         for stream in list(owner.tensors._streams.values()):
-            stream.close()
+            stream._stream.abort()
         await asyncio.sleep(WAIT)
 
     owner.answers[method] = cut
@@ -502,19 +500,6 @@ def test_a_port_that_cannot_be_reached_is_named(channel: LineChannel, monkeypatc
     named = r"rank 5, optimizer 1: cannot open a connection for tensors to 127\.0\.0\.1, port \d+: Connection refused"
     with pytest.raises(StoreError, match=named):
         fetched(channel, [7], [3000])
-
-
-def test_a_message_that_was_lost_as_a_whole_is_noticed(channel: LineChannel, owner: FarOwner) -> None:
-    async def less(requests: Any, context: Any) -> Any:
-        async with connection_of(owner.tensors, "rank 5", context) as stream:
-            out = torch.empty(4096, dtype=torch.uint8)
-            for shard in (1, 2):
-                await stream.receive([ShardDestination(shard=shard, size_bytes=4096, out=byte_view(out))])
-        return pb.LoadResponse(announced=1)
-
-    owner.answers["Load"] = less
-    with pytest.raises(TransferError, match="rank 5, optimizer 1 took 1 of 2 units of a Load"):
-        transfers.upload(move_over(channel), "Load", sending([1, 2]))
 
 
 # ---- ranks whose gradients leave their host in sums

@@ -5,14 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import grpc
 import psutil
 import pytest
 from forked import forked
 
-from rayzero.store.owner.calls.allowance import BODIES, UPLOADS, WAITING
+from rayzero.store.owner.calls.allowance import BODIES
 from rayzero.store.owner.calls.allowance import CALLS as CALLS_AT_ONCE
 from rayzero.store.owner.server import SERVICE
 from rayzero.store.wire.rpc import (
@@ -20,12 +19,10 @@ from rayzero.store.wire.rpc import (
     OWNER_SERVICE,
     STORE_SERVICE,
     life_metadata,
-    stream_metadata,
     token_metadata,
 )
 from store.http2 import UnendedCalls
 from store.stores import TOKEN
-from store.test_tensor_streams import member
 from store.toy import WAIT
 
 MIB = 1 << 20
@@ -107,10 +104,10 @@ def test_streams_that_never_end_are_refused_as_they_open(owner: tuple[str, int])
     forget_peak(pid)
     before, threads = peak(pid), psutil.Process(pid).num_threads()
     with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
-        push = channel.stream_stream(f"/{STORE_SERVICE}/Push")
+        attach = channel.stream_stream(f"/{STORE_SERVICE}/Attach")
         try:
             for _ in range(10):
-                calls = [push(silent(), timeout=WAIT) for _ in range(50)]
+                calls = [attach(silent(), timeout=WAIT) for _ in range(50)]
                 assert {call.code() for call in calls} == {grpc.StatusCode.UNAUTHENTICATED}
         finally:
             stop.set()
@@ -135,28 +132,22 @@ def test_only_so_many_watch_an_owners_health(owner: tuple[str, int]) -> None:
 # ---- members, who have the token
 
 
-@pytest.mark.parametrize(
-    ("method", "unread"), [("Push", UPLOADS + WAITING), ("Attach", CALLS_AT_ONCE)], ids=["Push", "Attach"]
-)
-def test_a_member_that_ends_none_of_a_thousand_messages_fills_no_memory(
-    owner: tuple[str, int], method: str, unread: int
-) -> None:
+def test_a_member_that_ends_none_of_a_thousand_messages_fills_no_memory(owner: tuple[str, int]) -> None:
     """Each of 2 MiB: few are read, the others may send what HTTP/2's window lets through, and the rest is refused."""
     address, pid = owner
     forget_peak(pid)
     before = peak(pid)
-    room = BODIES * 2 * MIB + unread * WINDOW + 200 * MIB  # and gRPC's own for 1,000 calls
-    with member(SimpleNamespace(address=address)) as (number, _):
-        metadata = (*token_metadata(TOKEN), *life_metadata(0, 0), *stream_metadata(number))
-        calls = UnendedCalls(address, f"/{STORE_SERVICE}/{method}", metadata, 1000, 2 * MIB)
-        try:
-            most = min(4 * room, 1_800 * MIB)  # calls may have sent much when they are refused; all of them have more
-            calls.send(most, 4.0)  # a server on a busy machine may pause for more than a second
-            assert peak(pid) - before < room
-            assert calls.sent < most < 1000 * 2 * MIB, "the server takes ever more"
-            assert len(calls.ended) == 1000 - unread
-        finally:
-            calls.close()
+    room = BODIES * 2 * MIB + CALLS_AT_ONCE * WINDOW + 200 * MIB  # and gRPC's own for 1,000 calls
+    metadata = (*token_metadata(TOKEN), *life_metadata(0, 0))
+    calls = UnendedCalls(address, f"/{STORE_SERVICE}/Attach", metadata, 1000, 2 * MIB)
+    try:
+        most = min(4 * room, 1_800 * MIB)  # calls may have sent much when they are refused; all of them have more
+        calls.send(most, 4.0)  # a server on a busy machine may pause for more than a second
+        assert peak(pid) - before < room
+        assert calls.sent < most < 1000 * 2 * MIB, "the server takes ever more"
+        assert len(calls.ended) == 1000 - CALLS_AT_ONCE
+    finally:
+        calls.close()
     with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:  # it goes on
         check = channel.unary_unary(f"/{SERVICE}/Check")
         assert check(b"", timeout=WAIT) == b"\x08\x01"

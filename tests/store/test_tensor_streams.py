@@ -9,7 +9,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from typing import Any, Protocol
@@ -22,15 +22,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayzero.errors import StallError, TransferError
+from rayzero.errors import RayZeroError, StallError, StoreError, TransferError
 from rayzero.security.authority import Authority
 from rayzero.security.credentials import ANY_RANK, OWNER, Identity
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.host import wire_transfers as wire_transfers
 from rayzero.store.host.transfer_calls import Sending
+from rayzero.store.owner import streams as owner_streams
 from rayzero.store.owner import tensor_port
 from rayzero.store.owner.calls.allowance import TooManyCallsError
 from rayzero.store.owner.server import OwnerServer
+from rayzero.store.owner.streams import OwnerStream, ShardDestination
 from rayzero.store.owner.tensor_port import CONNECTIONS, ENTERING, TensorPort
 from rayzero.store.wire import tensor_streams
 from rayzero.store.wire.payload import CHUNK_BYTES, Assembly, checksum
@@ -39,20 +41,23 @@ from rayzero.store.wire.rpc import (
     life_metadata,
     methods,
     open_channel,
-    stream_metadata,
     token_metadata,
 )
 from rayzero.store.wire.tensor_stream import (
+    MESSAGE,
     TICKET_BYTES,
     WELCOME,
+    MessageCameError,
     Receiving,
     Sent,
     StreamEndedError,
     StreamKeys,
+    StreamWork,
     TensorStream,
+    message_on,
     new_stream_keys,
 )
-from rayzero.store.wire.tensor_streams import Opening, TensorStreams
+from rayzero.store.wire.tensor_streams import Opening, OverdueError, TensorStreams, Transfer, asked, read_answer
 from rayzero.telemetry.names import REFUSED, TRANSFER_RETRIES
 from rayzero.telemetry.recorder import MemoryRecorder
 from store.proxy import Proxy
@@ -85,10 +90,15 @@ def wired(keys: StreamKeys | None = None) -> Iterator[tuple[TensorStream, socket
         yield TensorStream(sending, keys), after, TensorStream(receiving, mirrored(keys)), before
 
 
+def pass_all(work: StreamWork) -> None:
+    while not work.advance():
+        pass
+
+
 def on_the_wire(content: bytes, chunk_bytes: int, keys: StreamKeys | None, shard: int = 3) -> bytes:
     """What is sent of a shard."""
     with wired(keys) as (sender, after, _, _):
-        sender.pass_all(Sent(sender, shard, memoryview(content), chunk_bytes=chunk_bytes))
+        pass_all(Sent(sender, shard, memoryview(content), chunk_bytes=chunk_bytes))
         sender.close()
         return b"".join(iter(lambda: after.recv(1 << 16), b""))
 
@@ -99,7 +109,7 @@ def received(wire: bytes, size: int, keys: StreamKeys | None, shard: int = 3) ->
     with wired(keys) as (_, _, receiver, before):
         before.sendall(wire)
         before.shutdown(socket.SHUT_WR)
-        receiver.pass_all(Receiving(receiver, Assembly(shard, size, out)))
+        pass_all(Receiving(receiver, Assembly(shard, size, out)))
     return out.tobytes()
 
 
@@ -129,9 +139,9 @@ def test_a_chunk_that_comes_again_is_refused(keys: StreamKeys | None) -> None:
     wire = on_the_wire(b"abcde", 4096, keys)
     with wired(keys) as (_, _, receiver, before):
         before.sendall(wire + wire)
-        receiver.pass_all(Receiving(receiver, Assembly(3, 5, out)))
+        pass_all(Receiving(receiver, Assembly(3, 5, out)))
         with pytest.raises(TransferError, match="damaged on the way, or are not the next ones"):
-            receiver.pass_all(Receiving(receiver, Assembly(3, 5, out)))
+            pass_all(Receiving(receiver, Assembly(3, 5, out)))
 
 
 def test_a_chunk_that_is_larger_than_any_is_refused_at_its_head() -> None:
@@ -237,14 +247,14 @@ def test_a_peer_that_takes_nothing_holds_no_thread() -> None:
         assert not going.advance()
         reader = threading.Thread(target=lambda: [None for _ in iter(lambda: after.recv(1 << 20), b"")])
         reader.start()
-        sender.pass_all(going)
+        pass_all(going)
         sender.close()
         reader.join(WAIT)
 
 
 def test_ending_a_connection_ends_whoever_waits_for_bytes() -> None:
     with wired() as (_, _, receiver, _), ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(receiver.pass_all, Receiving(receiver, Assembly(3, 8, None)))
+        waiting = threads.submit(pass_all, Receiving(receiver, Assembly(3, 8, None)))
         with pytest.raises(TimeoutError):
             waiting.result(0.2)
         receiver.abort()
@@ -294,10 +304,10 @@ def expected() -> dict[str, torch.Tensor]:
 
 
 class Spoils(Proxy):
-    """Flips a bit of one piece in ``every``, ``most`` times in all."""
+    """Flips a bit of one piece in ``every`` that has more than ``least`` bytes, ``most`` times in all."""
 
-    def __init__(self, target: str, every: int = 10, most: int = 2) -> None:
-        self.spoilt, self._seen, self._every, self._most = 0, 0, every, most
+    def __init__(self, target: str, every: int = 10, most: int = 2, least: int = TICKET_BYTES) -> None:
+        self.spoilt, self._seen, self._every, self._most, self._least = 0, 0, every, most, least
         super().__init__(target)
 
     def _reader(self, source: socket.socket) -> Callable[[], bytes]:
@@ -306,7 +316,7 @@ class Spoils(Proxy):
         def spoilt() -> bytes:
             piece = bytearray(read())
             self._seen += 1
-            if len(piece) > TICKET_BYTES and self.spoilt < self._most and not self._seen % self._every:
+            if len(piece) > self._least and self.spoilt < self._most and not self._seen % self._every:
                 self.spoilt += 1
                 piece[len(piece) // 2] ^= 4
             return bytes(piece)
@@ -329,7 +339,7 @@ def test_damage_that_does_not_end_is_an_error_that_names_the_shard(verb: str) ->
     spec = make_spec(1)
     with (
         serving() as servers,
-        over(lambda target: Spoils(target, every=1, most=0)) as proxies,
+        over(lambda target: Spoils(target, every=1, most=0, least=300)) as proxies,
         connected(servers) as stores,
     ):
         (rank,) = start(stores, spec)
@@ -338,53 +348,6 @@ def test_damage_that_does_not_end_is_an_error_that_names_the_shard(verb: str) ->
         moving = rank.push_unit(0, random_grads(spec, 1)) if verb == "push" else rank.fetch_unit(0)[0]
         with pytest.raises(TransferError, match=r"shard 0 bytes 0\.\..*checksum"):
             moving.result(WAIT)
-
-
-class Loses(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Loses all but the first message of a push, the first ``times`` times that there is one more."""
-
-    def __init__(self, times: int) -> None:
-        self.left = times
-
-    async def intercept_service(self, continuation: Any, details: Any) -> Any:
-        handler = await continuation(details)
-        if not details.method.endswith("/Push"):
-            return handler
-
-        async def some(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
-            yield await anext(requests)
-            async for request in requests:
-                if self.left:
-                    self.left -= 1
-                    return
-                yield request
-
-        async def push(requests: AsyncIterator[Any], context: Any) -> Any:
-            return await handler.stream_unary(some(requests), context)
-
-        return grpc.stream_unary_rpc_method_handler(push, handler.request_deserializer, handler.response_serializer)
-
-
-def test_a_message_that_is_lost_with_its_bytes_is_sent_again() -> None:
-    spec, recorder, losing = make_spec(1), MemoryRecorder(), Loses(1)
-    with serving(interceptors=[losing]) as servers, connected(servers, recorder=recorder) as stores:
-        (rank,) = start(stores, spec)
-        grads = random_grads(spec, 1)
-        wire = stores[0].connection._ways.wires[0]  # type: ignore[attr-defined]
-        with wire._pushes._lock:  # what waits for a thread goes together
-            wire._pushes._under_way = wire._pushes._at_once
-        pushes = [rank.push_unit(unit.index, grads) for unit in spec.layout.units]
-        wire._pushes._run()
-        for push in pushes:
-            push.result(WAIT)
-        rank.finish(0.5).result(WAIT)
-        found = masters(rank)
-    assert losing.left == 0
-    assert recorder.total(TRANSFER_RETRIES, direction="push", transport="grpc") == 1
-    with inprocess(1, 1) as stores:
-        (rank,) = start(stores, spec)
-        take_step([rank], [grads], 0.5)
-        assert equal(found, masters(rank))
 
 
 def test_an_upload_that_cannot_go_on_ends_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -490,7 +453,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("where", ["connecting", "showing its ticket"])
 def test_closing_ends_a_connection_that_is_not_open_yet(where: str) -> None:
     with silent(where) as port, ThreadPoolExecutor(1) as pool:
-        opening = Opening(number=1, port=port, ticket=bytes(TICKET_BYTES), keys=None)
+        opening = Opening(port=port, ticket=bytes(TICKET_BYTES), keys=None)
         streams = TensorStreams(f"127.0.0.1:{port}", lambda host: opening)
         taken = pool.submit(streams.take)
         until(lambda: streams._opening)
@@ -508,7 +471,7 @@ def test_closing_ends_a_connection_that_is_not_open_yet(where: str) -> None:
 def test_a_connection_that_is_begun_while_the_link_closes_ends_too() -> None:
     with silent("connecting") as port:
         streams = TensorStreams(f"127.0.0.1:{port}", lambda host: opening)
-        opening = Opening(number=1, port=port, ticket=bytes(TICKET_BYTES), keys=None)
+        opening = Opening(port=port, ticket=bytes(TICKET_BYTES), keys=None)
         connect = tensor_streams.connect
 
         def late(address: str, port: int) -> socket.socket:
@@ -534,7 +497,6 @@ def test_a_host_is_reached_at_the_address_that_answers() -> None:
 
 @pytest.mark.parametrize("verb", ["push", "fetch"])
 def test_a_transfer_that_stands_still_stalls_by_name(verb: str) -> None:
-    """A fetch's call ends once its bytes have left the owner, so only the rank can notice that they do not come."""
     with serving() as servers, over(Proxy) as proxies, connected(servers, stall_timeout=1.0) as stores:
         ranks = start(stores, make_spec(1))
         assert ranks[0].fetch()
@@ -647,30 +609,24 @@ class Listener(Protocol):
     def address(self) -> str: ...
 
 
-def call(
-    server: Listener, rank: int, method: str, request: Any, number: int | None = None, shown: Identity | None = None
-) -> Any:
-    """A call of a rank; ``request``: a message, or those of an upload."""
-    named = () if number is None else stream_metadata(number)
-    metadata = (*token_metadata(TOKEN), *life_metadata(rank, 0), *named)
-    with open_channel(server.address, shown) as channel:
-        return methods(STORE_SERVICE)[method].bind(channel)(request, metadata=metadata, timeout=WAIT)
-
-
 def expect(server: Listener, rank: int = 0, shown: Identity | None = None) -> pb.OpenTensorStreamResponse:
-    asked = pb.OpenTensorStreamRequest(rank=rank, host="127.0.0.1")
-    found: pb.OpenTensorStreamResponse = call(server, rank, "OpenTensorStream", asked, shown=shown)
+    request = pb.OpenTensorStreamRequest(rank=rank, host="127.0.0.1")
+    metadata = (*token_metadata(TOKEN), *life_metadata(rank, 0))
+    with open_channel(server.address, shown) as channel:
+        ask = methods(STORE_SERVICE)["OpenTensorStream"].bind(channel)
+        found: pb.OpenTensorStreamResponse = ask(request, metadata=metadata, timeout=WAIT)
     return found
 
 
 @contextmanager
-def member(server: Listener, rank: int = 0, shown: Identity | None = None) -> Iterator[tuple[int, socket.socket]]:
-    """The number of a connection that is open, and the connection."""
-    opening = expect(server, rank, shown)
+def member(server: Listener, rank: int = 0, shown: Identity | None = None) -> Iterator[TensorStream]:
+    """A connection that is open."""
+    answer = expect(server, rank, shown)
+    opening = Opening.of(answer, protected=shown is not None)
     with closing(socket.create_connection(("127.0.0.1", opening.port), timeout=WAIT)) as connection:
         connection.sendall(opening.ticket)
         assert connection.recv(1) == WELCOME
-        yield opening.number, connection
+        yield TensorStream(connection, opening.keys)
 
 
 def test_a_ticket_is_good_once() -> None:
@@ -705,42 +661,26 @@ def test_without_tls_nobody_gets_keys_and_with_it_everybody() -> None:
         assert answer.client_key != answer.owner_key
 
 
-def fetch_error(server: OwnerServer, rank: int, number: int | None) -> str:
-    request = pb.FetchRequest(rank=rank, shards=[0], version=0, kind="compute")
-    with pytest.raises(Exception) as error:  # noqa: PT011  # grpc's
-        call(server, rank, "Fetch", request, number)
-    return str(error.value)
+class Unprotected:
+    """A call without TLS."""
+
+    invocation_metadata = staticmethod(tuple)
+    auth_context = staticmethod(dict)
 
 
-def test_another_ranks_connection_is_refused_and_told(caplog: pytest.LogCaptureFixture) -> None:
-    with disturbed() as server, member(server, rank=0) as (number, connection):
-        assert "rank 0's, not that of rank 1" in fetch_error(server, 1, number)
-        (said,) = [line for line in caplog.messages if line.startswith("refused 1 call, the last from ")]
-        assert said.endswith("rank 0's, not that of rank 1")
-        connection.settimeout(0.2)
-        with pytest.raises(TimeoutError):  # nothing came, and the connection is still rank 0's
-            connection.recv(1)
-
-
-def test_a_connection_that_is_not_there_is_a_broken_link() -> None:
-    with disturbed() as server:
-        assert "UNAVAILABLE" in fetch_error(server, 0, 999)
-
-
-def test_a_call_without_a_connection_is_refused() -> None:
-    with disturbed() as server:
-        assert "a call of rank 0 that moves tensors names no connection for them" in fetch_error(server, 0, None)
+async def nothing(*_: object) -> pb.TransferAnswer:
+    return pb.TransferAnswer(response=b"")
 
 
 def test_a_rank_may_have_so_many_connections() -> None:
     async def ask() -> None:
-        port = TensorPort(MemoryRecorder())
+        port = TensorPort(MemoryRecorder(), nothing)
         port.listen("127.0.0.1")
         for rank in (0, 1):
             for _ in range(CONNECTIONS):
-                port.expect(f"rank {rank}", "127.0.0.1", protected=False)
+                port.expect(f"rank {rank}", STORE_SERVICE, "127.0.0.1", Unprotected)
         with pytest.raises(TooManyCallsError, match="rank 1 has 64 connections for tensors here"):
-            port.expect("rank 1", "127.0.0.1", protected=False)
+            port.expect("rank 1", STORE_SERVICE, "127.0.0.1", Unprotected)
         await port.stop()
         await port.stop()
 
@@ -760,20 +700,15 @@ def test_nobody_takes_the_connections_of_another_rank() -> None:
         assert ask(request, metadata=(*token_metadata(TOKEN), *life_metadata(1, 0)), timeout=WAIT).ticket
 
 
-def test_a_connection_whose_call_never_comes_is_freed_when_its_rank_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_port, "_LOOK_S", 0.05)
-    with disturbed() as server:
-        before = set(server._tensors._streams)
-        with member(server) as (number, connection):
-            connection.sendall(b"bytes of a push whose call was lost")
-            time.sleep(0.2)
-            assert number in server._tensors._streams
-        until(lambda: number not in server._tensors._streams)
-        assert set(server._tensors._streams) == before
+def ask(stream: TensorStream, method: str, request: Any, timeout_s: float = WAIT) -> Transfer:
+    return Transfer(stream, method, request.SerializeToString(), timeout_s)
+
+
+LOAD = pb.LoadRequest(units=[pb.LoadRequest.Unit(unit=0, shards=[0])])
 
 
 @pytest.mark.parametrize(
-    "sends", ["noise", "a chunk of 4 GiB", "a chunk of 5 MiB", "a chunk of nothing", "another shard"]
+    "sends", ["noise", "a chunk of 4 GiB", "a chunk of 5 MiB", "a chunk of nothing", "another shard", "a message"]
 )
 def test_what_a_member_sends_in_place_of_gradients_is_refused(sends: str) -> None:
     heads = {
@@ -782,47 +717,166 @@ def test_what_a_member_sends_in_place_of_gradients_is_refused(sends: str) -> Non
         "a chunk of 5 MiB": struct.pack("<IIQQ", 0, 5 << 20, 0, 0),
         "a chunk of nothing": struct.pack("<IIQQ", 0, 0, 0, 0),
         "another shard": struct.pack("<IIQQ", 1, 8, 0, 0),
+        "a message": struct.pack("<IIQQ", MESSAGE, 4, 0, checksum(b"abcd", 2)) + b"abcd",
     }
-    with disturbed() as server, member(server) as (number, connection):
-        connection.sendall(heads[sends] + bytes(1000))
-        load = pb.LoadRequest(unit=0, shards=[0])
-        with pytest.raises(Exception, match="DATA_LOSS"):
-            call(server, 0, "Load", iter([load]), number)
-        assert ends(connection)
+    with disturbed() as server, member(server) as stream:
+        loading = ask(stream, "Load", LOAD)
+        stream.connection.sendall(heads[sends] + bytes(1000))
+        with pytest.raises(TransferError):
+            loading.answer()
+        assert not loading.has_ended
+        stream.end_writing()
+        stream.connection.settimeout(WAIT)
+        assert ends(stream.connection)
 
 
-def test_a_member_that_sends_too_slowly_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_port, "BODY_S", 0.5)
-    stop = threading.Event()
+@pytest.mark.parametrize(
+    "sends", ["noise", "a message of 4 GiB", "a message of nothing", "bytes of a shard", "no protobuf", "no method"]
+)
+def test_what_a_member_sends_in_place_of_a_question_is_refused(sends: str) -> None:
+    def message(content: bytes) -> bytes:
+        return struct.pack("<IIQQ", MESSAGE, len(content), 0, checksum(content, 1)) + content
+
+    said = {
+        "noise": random.Random(3).randbytes(HEAD),
+        "a message of 4 GiB": struct.pack("<IIQQ", MESSAGE, (1 << 32) - 1, 0, 0),
+        "a message of nothing": message(b""),
+        "bytes of a shard": struct.pack("<IIQQ", 0, 8, 0, checksum(bytes(8), 1)) + bytes(8),
+        "no protobuf": message(b"\xff\xff"),
+        "no method": message(asked("Attach", b"", WAIT)),
+    }
+    with disturbed() as server, member(server) as stream:
+        stream.connection.sendall(said[sends] + bytes(1000))
+        answer = Receiving(stream)
+        pass_all(answer)
+        with pytest.raises(RayZeroError):
+            read_answer(answer.message)
+        stream.end_writing()
+        stream.connection.settimeout(WAIT)
+        assert ends(stream.connection)
+
+
+def test_a_member_that_asks_too_slowly_is_cut_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner_streams, "BODY_S", 0.5)
+    stop, recorder = threading.Event(), MemoryRecorder()
 
     def trickle(connection: socket.socket) -> None:
         with suppress(OSError):
             while not stop.wait(0.005):  # never silent
                 connection.sendall(b"\0")
 
-    with disturbed() as server, member(server) as (number, connection):
-        trickling = threading.Thread(target=trickle, args=(connection,))
-        connection.sendall(struct.pack("<IIQQ", 0, 8, 0, 0)[:4])
+    with disturbed() as server, member(server) as stream:
+        server._tensors._answer.__self__._refusals._recorder = recorder  # type: ignore[attr-defined]
+        stream.connection.sendall(struct.pack("<IIQQ", MESSAGE, 1 << 20, 0, 0))
+        trickling = threading.Thread(target=trickle, args=(stream.connection,))
         trickling.start()
-        load = pb.LoadRequest(unit=0, shards=[0])
-        with pytest.raises(Exception, match="DATA_LOSS"):
-            call(server, 0, "Load", iter([load]), number)
+        answer = Receiving(stream)
+        pass_all(answer)
+        with pytest.raises(TransferError, match=r"rank 0 has sent no whole chunk within 0\.5 s"):
+            read_answer(answer.message)
         stop.set()
         trickling.join(WAIT)
+    assert recorder.total(REFUSED, door="owner", reason="slow") == 1
+
+
+def test_a_member_that_sends_too_slowly_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner_streams, "BODY_S", 0.5)
+    with disturbed() as server, member(server) as stream:
+        loading = ask(stream, "Load", LOAD)
+        stream.connection.sendall(struct.pack("<IIQQ", 0, 8, 0, 0)[:4])
+        with pytest.raises(TransferError, match=r"rank 0 has sent no whole chunk within 0\.5 s"):
+            loading.answer()
+
+
+@pytest.mark.parametrize("sent", [b"", b"bytes that are not taken yet"])
+def test_a_client_that_ends_ends_its_transfer(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+    monkeypatch.setattr(owner_streams, "_LOOK_S", 0.05)
+    with disturbed() as server:
+        model, waits = server._models.made[0].model, Future[Any]()
+        before = len(model.calls._tasks[""])
+        with monkeypatch.context() as while_it_lasts, member(server) as stream:
+            while_it_lasts.setattr(model, "compute", lambda *_: asyncio.wrap_future(waits))
+            loading = ask(stream, "Load", LOAD)
+            loading.send(0, memoryview(bytes(model.shard(0)[0].numel * 4)))
+            stream.connection.sendall(sent)
+            until(lambda: len(model.calls._tasks[""]) == before + 1)
+            time.sleep(0.2)
+        until(lambda: len(model.calls._tasks[""]) == before)
+
+
+def test_an_answer_in_the_middle_of_an_upload_ends_it_and_is_read() -> None:
+    """However much is still to be sent: the owner drops it until its answer is read."""
+    request = pb.LoadRequest(units=[pb.LoadRequest.Unit(unit=99, shards=[0])])
+    with disturbed() as server, member(server) as stream:
+        loading = ask(stream, "Load", request)
+        with pytest.raises(StoreError, match="99"):
+            loading.send(0, memoryview(bytes(800 << 20)))
+        assert not loading.has_ended
+
+
+def test_an_answer_that_does_not_come_is_overdue() -> None:
+    with disturbed() as server, member(server) as stream:
+        loading = ask(stream, "Load", LOAD, timeout_s=0.2)
+        with pytest.raises(OverdueError) as late:
+            loading.answer()
+        assert not late.value.stood_still
+    with wired() as (_, _, receiver, _):
+        stopped = Transfer(receiver, "Load", b"", -5.0)
+        with pytest.raises(OverdueError) as late:
+            stopped.answer()
+        assert late.value.stood_still, "nobody looked for five seconds"
+
+
+def test_ending_a_transfer_spares_the_one_that_has_its_connection_next() -> None:
+    with disturbed() as server:
+        opening = Opening.of(expect(server), protected=False)
+        streams = TensorStreams(f"127.0.0.1:{opening.port}", lambda _: opening)
+        fetch = pb.FetchRequest(rank=0, shards=[], version=0, kind="compute").SerializeToString()
+        with streams.transfer("Fetch", fetch, WAIT) as first:
+            first.answer()
+        first.abort()
+        with streams.transfer("Fetch", fetch, WAIT) as second:
+            assert second._stream is first._stream
+            second.answer()
+
+        def aborted() -> None:
+            with streams.transfer("Fetch", fetch, WAIT) as third:
+                third.abort()
+                third.answer()
+
+        with pytest.raises(StreamEndedError):
+            aborted()
+        assert not streams._idle
+        streams.close()
+
+
+@pytest.mark.parametrize("keys", KEYS, ids=["plain", "encrypted"])
+def test_a_message_comes_whole_or_in_place_of_bytes(keys: StreamKeys | None) -> None:
+    with wired(keys) as (sender, after, receiver, before):
+        for content in (b"x", bytes(70_000)):
+            pass_all(message_on(sender, content))
+        sender.close()
+        wire = b"".join(iter(lambda: after.recv(1 << 16), b""))
+        pushing = threading.Thread(target=before.sendall, args=(wire,))
+        pushing.start()
+        first = Receiving(receiver)
+        pass_all(first)
+        assert first.message == b"x"
+        with pytest.raises(MessageCameError) as came:
+            pass_all(Receiving(receiver, Assembly(3, 8, None)))
+        assert came.value.content == bytes(70_000)
+        pushing.join(WAIT)
+    with wired() as (sender, *_), pytest.raises(TransferError, match="a message of 16,777,217 bytes is too long"):
+        message_on(sender, bytes((16 << 20) + 1))
 
 
 def test_a_call_that_is_cancelled_lets_go_of_memory_before_it_ends() -> None:
     """Its thread writes into a landing that the repeat of the push gets next."""
 
     async def cancel() -> None:
-        port = TensorPort(MemoryRecorder())
-        port.listen("127.0.0.1")
-        opening = port.expect("rank 0", "127.0.0.1", protected=False)
-        with closing(socket.create_connection(("127.0.0.1", opening.port))) as connection:
-            connection.sendall(opening.ticket + b"\0")  # a part of a head: its thread waits for the rest
-            while port._streams.get(opening.number) is None:
-                await asyncio.sleep(0.01)
-            stream = port.of(opening.number, "rank 0")
+        with wired() as (_, _, receiver, before), ThreadPoolExecutor(1) as pool:
+            before.sendall(b"\0")  # a part of a head: its thread waits for the rest
+            stream = OwnerStream(receiver, "rank 0", pool)
             out, moving = np.zeros(8, dtype=np.uint8), Future[None]()
             advance = Receiving.advance
 
@@ -832,12 +886,9 @@ def test_a_call_that_is_cancelled_lets_go_of_memory_before_it_ends() -> None:
                 finally:
                     moving.set_result(None)
 
-            async def receive() -> None:
-                async with stream.transfer() as mine:
-                    await mine.receive([tensor_port.ShardDestination(shard=0, size_bytes=8, out=out)])
-
             with patch.object(Receiving, "advance", watched):
-                task = asyncio.create_task(receive())
+                landing = ShardDestination(shard=0, size_bytes=8, out=out)
+                task = asyncio.create_task(stream.receive([landing]))
                 await asyncio.sleep(0.02)
                 for _ in range(3):  # a newer link, the end of this one, the end of the server
                     task.cancel()
@@ -845,7 +896,41 @@ def test_a_call_that_is_cancelled_lets_go_of_memory_before_it_ends() -> None:
                 with pytest.raises(asyncio.CancelledError):
                     await task
                 assert moving.done()
-            assert port._streams == {}
-        await port.stop()
+            stream.close()
 
     asyncio.run(cancel())
+
+
+def test_a_port_that_stops_lets_transfers_end() -> None:
+    async def stop() -> None:
+        begun, go = asyncio.Event(), asyncio.Event()
+
+        async def answer(*_: object) -> pb.TransferAnswer:
+            begun.set()
+            await go.wait()
+            return pb.TransferAnswer(response=b"at last")
+
+        port = TensorPort(MemoryRecorder(), answer)
+        port.listen("127.0.0.1")
+        openings = [port.expect("rank 0", STORE_SERVICE, "127.0.0.1", Unprotected) for _ in range(2)]
+        streams = [
+            TensorStreams(f"127.0.0.1:{opening.port}", lambda _, opening=opening: opening)
+            for opening in (Opening.of(each, protected=False) for each in openings)
+        ]
+        idle = await asyncio.to_thread(streams[1].take)
+
+        def fetch() -> bytes:
+            with streams[0].transfer("Fetch", b"", WAIT) as transfer:
+                return transfer.answer()
+
+        fetching = asyncio.create_task(asyncio.to_thread(fetch))
+        await begun.wait()
+        stopping = asyncio.create_task(port.stop())
+        assert await asyncio.to_thread(ends, idle.connection)
+        go.set()
+        assert await fetching == b"at last"
+        await stopping
+        for each in (idle, *streams):
+            each.close()
+
+    asyncio.run(stop())

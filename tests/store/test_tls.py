@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
-from rayzero.errors import EpochOverError, HandshakeError, TransferError
+from rayzero.errors import HandshakeError, TransferError
 from rayzero.security.addresses import is_loopback
 from rayzero.security.authority import Authority
 from rayzero.security.credentials import ANY_RANK, FOLLOWER, OWNER, Identity, follower_token, identity_of, name_of_rank
@@ -29,14 +29,13 @@ from rayzero.store.wire.rpc import (
     life_metadata,
     methods,
     open_channel,
-    stream_metadata,
     token_metadata,
 )
 from rayzero.telemetry.names import LINK_RECONNECTS
 from rayzero.telemetry.recorder import MemoryRecorder
 from store.proxy import Proxy
 from store.stores import TOKEN, connected, serving
-from store.test_tensor_streams import member
+from store.test_tensor_streams import ask, member
 from store.toy import WAIT, make_spec, masters, random_grads, start, take_step
 from tests.support.waiting import until
 
@@ -55,9 +54,8 @@ def refusal(
     """The error of a call to one method. ``sent``: its request; None: an empty one."""
     method = methods(service)[name]
     with open_channel(server.address, shown) as channel:
-        request: Any = iter([method.request()]) if method.client_streaming else sent or method.request()
         try:
-            answer = method.bind(channel)(request, metadata=metadata, timeout=WAIT)
+            answer = method.bind(channel)(sent or method.request(), metadata=metadata, timeout=WAIT)
             list(answer if method.server_streaming else [])
         except grpc.RpcError as error:
             return from_status(error, "the owner")
@@ -160,8 +158,8 @@ def test_a_follower_asks_for_what_is_published_and_for_nothing_else() -> None:
             assert "with a certificate of rank-0.rayzero" in said(of_rank(0), FOLLOWER_SERVICE, name, (*own, *link))
             for link_of_others in ((), LinkNumber("rank 0", 1).metadata):
                 assert "which one it is" in said(follower, FOLLOWER_SERVICE, name, (*own, *link_of_others))
-        error = refusal(servers[0], follower, FOLLOWER_SERVICE, "GetShards", (*own, *link))
-        assert isinstance(error, EpochOverError), "it is let in, and has met nobody"
+        opens = pb.OpenTensorStreamRequest(host="127.0.0.1")
+        assert refusal(servers[0], follower, FOLLOWER_SERVICE, "OpenTensorStream", (*own, *link), opens) is None
 
 
 def test_an_owner_asks_as_a_rank_that_it_names() -> None:
@@ -176,7 +174,7 @@ def test_a_message_of_a_rank_is_taken_from_that_rank_alone() -> None:
     metadata, refused = (*token_metadata(TOKEN), *life_metadata(0, 0)), []
     with serving(tls=OWN) as servers, one_step_goes_on(servers):
         for name, method in methods(STORE_SERVICE).items():
-            named = "rank" in method.request.DESCRIPTOR.fields_by_name and not method.client_streaming
+            named = "rank" in method.request.DESCRIPTOR.fields_by_name
             if named or name == "Finish":
                 sent = method.request(rank=1) if named else method.request(report=pb.FinishReport(rank=1))
                 said = refusal(servers[0], of_rank(0), STORE_SERVICE, name, metadata, sent)
@@ -217,26 +215,16 @@ def test_nobody_ends_the_calls_of_another_one(caller: str) -> None:
 def test_what_a_rank_pushes_has_gradients_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
     """Also a host's sum, which any of its ranks may send."""
     summands = [pb.Summand(rank=rank, attempt=0, pushes=1) for rank in (1, 2)]
-    metadata = (*token_metadata(TOKEN), *life_metadata(0, 0))
-    push = methods(STORE_SERVICE)["Push"]
-    with (
-        serving(tls=OWN) as servers,
-        one_step_goes_on(servers),
-        open_channel(servers[0].address, of_rank(0)) as channel,
-    ):
+    with serving(tls=OWN) as servers, one_step_goes_on(servers):
         for contribution, whose in (
             (pb.Contribution(rank=1, presence=b"\1"), "rank 1"),
             (pb.Contribution(rank=1, presence=b"\1", summands=summands), "rank 1, rank 2"),
             (pb.Contribution(rank=0, presence=b"\1", summands=summands), "rank 1, rank 2"),
         ):
-            request = pb.PushRequest(contribution=contribution, shards=[0])
-            with member(servers[0], shown=of_rank(0)) as (number, _):
-                numbered = (*metadata, *stream_metadata(number))
-                with pytest.raises(grpc.RpcError) as refused:
-                    push.bind(channel)(iter([request]), metadata=numbered, timeout=WAIT)
-            said = from_status(refused.value, "the owner")
-            assert isinstance(said, HandshakeError)
-            assert str(said) == f"Push of {whose} was sent by rank 0"
+            request = pb.PushRequest(units=[pb.PushRequest.Unit(contribution=contribution, shards=[0])])
+            with member(servers[0], shown=of_rank(0)) as stream, pytest.raises(HandshakeError) as refused:
+                ask(stream, "Push", request).answer()
+            assert str(refused.value) == f"Push of {whose} was sent by rank 0"
     assert "refused 1 call" in caplog.text
 
 

@@ -1,17 +1,14 @@
-"""One call that moves tensors: it says what travels, and the bytes travel on a connection beside it. Small transfers to
-one owner go together, because a call costs as much as moving hundreds of KiB. And the threads that make the calls.
-
-See [Note: beside gRPC] in store/wire/tensor_stream.py."""
+"""Transfers to and from one owner, over a connection or a line: small ones go together, because each waits for an
+answer. And the threads that make them."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from queue import SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -22,18 +19,16 @@ from rayzero.codecs.changes import apply_record, room_for_record
 from rayzero.codecs.record import kept_bytes, read_record
 from rayzero.concurrency.futures import Gather
 from rayzero.concurrency.threads import use_torch_threads
-from rayzero.errors import TransferError
 from rayzero.layout.model_layout import Shard, UnitLayout
-from rayzero.quantities import count
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.host.links.channel import QUICK_S, Channel
 from rayzero.store.host.links.line_channel import LineChannel
 from rayzero.store.host.links.owner_link import AnyChannel
 from rayzero.store.shm.lines import room_for
 from rayzero.store.wire.payload import Assembly, byte_view
-from rayzero.store.wire.tensor_stream import Receiving, Sent, StreamEndedError
 
 BATCH_BYTES = 8 << 20  # the most that travels together
+BATCH_PARTS = 1024  # the same: their requests are one message
 
 
 class Part(Protocol):
@@ -96,7 +91,7 @@ class Batches(Generic[P]):
     def _take(self) -> list[P]:
         batch: list[P] = []
         room = BATCH_BYTES
-        while self._queue:
+        while self._queue and len(batch) < BATCH_PARTS:
             part = self._queue[0]
             if batch and (part.kind != batch[0].kind or part.size > room):
                 break
@@ -179,7 +174,7 @@ class Download:
         return self.version, self.what, self.since
 
     def fill(self, take: Callable[[Assembly], None]) -> None:
-        """Have all shards filled, or decode them, from the first one on. ``take``: adds the next bytes to a shard's."""
+        """Have all shards filled, or decode them, from the first one on. ``take``: fills in a shard's bytes."""
         self.filled = self.received = 0
         for shard in self.shards:
             memory = self.place(shard)
@@ -205,8 +200,7 @@ class Download:
         self, take: Callable[[Assembly], None], shard: Shard, memory: Tensor, *, is_record: bool = False
     ) -> None:
         assembly = Assembly(shard.index, memory.nbytes, byte_view(memory), is_record=is_record or self.kept is not None)
-        while not assembly.complete:
-            take(assembly)
+        take(assembly)
         self.received += assembly.filled
 
     def end(self, error: Exception | None) -> None:
@@ -234,7 +228,7 @@ class Sending:
     values: Tensor  # the whole unit
     codec: Codec  # on the wire
     holes: Sequence[Range] = ()  # of the unit: what has no values, where that would change how others are encoded
-    request: Any  # the message that announces its bytes
+    request: Any  # what the owner is told of it: of its method's request, a unit
     on_end: Callable[[Exception | None], None] = field(default=lambda _: None)
     ended: bool = False
 
@@ -270,18 +264,18 @@ class Sending:
 
 
 _SLOWEST_BYTES_PER_S = 10e6  # a stream slower than this is given up
-_PARCEL_BYTES = 16 << 20  # of shards that come together over a line
+_TOGETHER_BYTES = 16 << 20  # that one transfer of a long row, or over a line, has at most, unless one part has more
 
-Take = Callable[[Assembly], None]  # adds the next bytes to a shard's
+Take = Callable[[Assembly], None]  # fills in a shard's bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """How a call's bytes move, and who sees it."""
+    """How a transfer's bytes move, and who sees it."""
 
     channel: AnyChannel
     deadline_s: float
-    moving: Future[None] = field(default_factory=Future)  # once it is done, the call ends
+    moving: Future[None] = field(default_factory=Future)  # once it is done, the transfer ends
     moved: Callable[[], None] = lambda: None  # called for every chunk
 
 
@@ -308,23 +302,27 @@ class Progress:
         self.chunks = max(self.chunks, self._now)
 
 
-def upload(move: Move, method: str, parts: Iterator[Sending]) -> None:
+_REQUESTS = {"Push": pb.PushRequest, "Load": pb.LoadRequest, "Stage": pb.StageRequest}
+
+
+def upload(move: Move, method: str, parts: Iterable[Sending]) -> None:
     """Send parts, of which each is made when its turn comes; blocks until the owner has them. Raises as
-    ``Channel.answer`` and ``Channel.beside`` do."""
-    if isinstance(move.channel, LineChannel):
-        for together in _neighbours(parts):
-            _upload_in_memory(move, move.channel, method, together)
-    else:
-        _upload_beside(move, move.channel, method, parts)
+    ``Channel.answer`` and ``Channel.transfer`` do."""
+    for together in _neighbours(parts):
+        request = _REQUESTS[method](units=[part.request for part in together])
+        if isinstance(move.channel, LineChannel):
+            _upload_in_memory(move, move.channel, method, request, together)
+        else:
+            _upload_over_network(move, move.channel, method, request, together)
 
 
-def _neighbours(parts: Iterator[Sending]) -> Iterator[list[Sending]]:
-    """Those that travel together: up to ``_PARCEL_BYTES``, and one at least. All parts at once, and a parcel for
+def _neighbours(parts: Iterable[Sending]) -> Iterator[list[Sending]]:
+    """Those that travel together: up to ``_TOGETHER_BYTES``, and one at least. All parts at once, and a parcel for
     them, may be more than fits."""
     together: list[Sending] = []
     size = 0
     for part in parts:
-        if together and size + part.size > _PARCEL_BYTES:
+        if together and (size + part.size > _TOGETHER_BYTES or len(together) == BATCH_PARTS):
             yield together
             together, size = [], 0
         together.append(part)
@@ -333,43 +331,25 @@ def _neighbours(parts: Iterator[Sending]) -> Iterator[list[Sending]]:
         yield together
 
 
-def _upload_in_memory(move: Move, channel: LineChannel, method: str, parts: list[Sending]) -> None:
+def _upload_in_memory(move: Move, channel: LineChannel, method: str, request: Any, parts: list[Sending]) -> None:
     sizes = [part.codec.most_bytes(shard.numel, part.values.dtype) for part in parts for shard in part.shards]
     with closing(channel.parcel(room_for(sizes))) as parcel:
         for part in parts:
             for shard, content in part.contents():
                 parcel.put(shard.index, byte_view(content).data)
                 move.moved()
-        call = channel.start_with(method, [part.request for part in parts], move.deadline_s, parcel)
+        call = channel.transfer(method, request, move.deadline_s, parcel)
         move.moving.add_done_callback(lambda _: call.cancel())
         channel.answer(call)
 
 
-def _upload_beside(move: Move, channel: Channel, method: str, parts: Iterator[Sending]) -> None:
-    requests: SimpleQueue[Any] = SimpleQueue()  # each before its bytes; None: there are no more
-    announced = 0
-    with channel.beside() as beside:
-        call = channel.start(method, iter(requests.get, None), move.deadline_s, beside)
-        move.moving.add_done_callback(lambda _: call.cancel())  # which ends the connection
-        try:
-            for part in parts:
-                requests.put(part.request)
-                announced += 1
-                for shard, content in part.contents():
-                    memory = byte_view(content).data
-                    beside.pass_all(Sent(beside, shard.index, memory, move.moved))
-        except StreamEndedError as ended:
-            requests.put(None)
-            why = channel.why_ended(call, ended)
-            raise why from why.__cause__
-        except BaseException:
-            call.cancel()  # else the owner would keep memory for bytes that do not come
-            raise
-        finally:
-            requests.put(None)
-        took = channel.answer(call).announced
-        if took != announced:  # a message was lost as a whole; its bytes are still on the connection
-            raise TransferError(f"{channel.peer} took {took} of {count(announced, 'unit')} of a {method}")
+def _upload_over_network(move: Move, channel: Channel, method: str, request: Any, parts: list[Sending]) -> None:
+    with channel.transfer(method, request, move.deadline_s) as transfer:
+        move.moving.add_done_callback(lambda _: transfer.abort())
+        for part in parts:
+            for shard, content in part.contents():
+                transfer.send(shard.index, byte_view(content).data, move.moved)
+        transfer.answer()
 
 
 @contextmanager
@@ -377,13 +357,15 @@ def download(
     move: Move, request: pb.FetchRequest, sizes: Sequence[int], records: Collection[int] = ()
 ) -> Iterator[Take]:
     """A context in which a Fetch's bytes can be taken; blocks. ``sizes``: of each shard, at most. ``records``: the
-    shards that come as records. Raises as ``Channel.answer`` and ``Channel.beside`` do."""
+    shards that come as records. Raises as ``Channel.answer`` and ``Channel.transfer`` do."""
     if isinstance(move.channel, LineChannel):
         with _download_in_memory(move, move.channel, request, sizes, records) as take:
             yield take
-    else:
-        with _download_beside(move, move.channel, request) as take:
-            yield take
+        return
+    with move.channel.transfer("Fetch", request, move.deadline_s) as transfer:
+        move.moving.add_done_callback(lambda _: transfer.abort())
+        yield lambda assembly: transfer.receive(assembly, move.moved)
+        transfer.answer()
 
 
 @contextmanager
@@ -402,7 +384,7 @@ def _download_in_memory(
             asked = pb.FetchRequest(rank=request.rank, version=request.version, kind=request.kind, shards=shards)
             space = pb.LineRoom(sizes=[sizes[at] for at in group], records=[each for each in shards if each in records])
             parcel.rewind()
-            call = channel.start_with("Fetch", [asked, space], move.deadline_s, parcel)
+            call = channel.transfer("Fetch", asked, move.deadline_s, parcel, space)
             move.moving.add_done_callback(lambda _: call.cancel())
             channel.answer(call)
             here.extend(shards)
@@ -420,35 +402,11 @@ def _download_in_memory(
 
 
 def _grouped(sizes: Sequence[int]) -> list[range]:
-    """Neighbours that travel together: up to ``_PARCEL_BYTES``, and one at least."""
+    """Neighbours that travel together: up to ``_TOGETHER_BYTES``, and one at least."""
     groups, begin, together = [], 0, 0
     for at, size in enumerate(sizes):
-        if together and together + size > _PARCEL_BYTES:
+        if together and together + size > _TOGETHER_BYTES:
             groups.append(range(begin, at))
             begin, together = at, 0
         together += size
     return [*groups, range(begin, len(sizes))]
-
-
-@contextmanager
-def _download_beside(move: Move, channel: Channel, request: pb.FetchRequest) -> Iterator[Take]:
-    with channel.beside() as beside:
-        call = channel.start("Fetch", request, move.deadline_s, beside)
-        move.moving.add_done_callback(lambda _: call.cancel())  # which ends the connection
-
-        def take(assembly: Assembly) -> None:
-            receiving = Receiving(beside, assembly)
-            while not receiving.take_chunk():
-                if move.moving.done():  # the call may have ended long ago, with all bytes on their way
-                    raise StreamEndedError("nothing comes any more")
-            move.moved()
-
-        try:
-            yield take
-        except StreamEndedError as ended:
-            why = channel.why_ended(call, ended)
-            raise why from why.__cause__
-        except BaseException:
-            call.cancel()
-            raise
-        channel.answer(call)

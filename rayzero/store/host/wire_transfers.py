@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -119,7 +118,7 @@ class WireTransfers:
 
     def load(self, gather: Gather, unit: int, shards: list[Shard], values: Tensor) -> None:
         """See ``Transfers.load``."""
-        request = pb.LoadRequest(unit=unit, shards=_indices(shards))
+        request = pb.LoadRequest.Unit(unit=unit, shards=_indices(shards))
         part = Sending(gather=gather, shards=shards, values=values, codec=RAW, request=request)
         self._when(DONE, part, lambda: self._loads.add(part))
 
@@ -134,7 +133,7 @@ class WireTransfers:
         made: Future[None],
     ) -> None:
         """See ``Transfers.stage``."""
-        request = pb.StageRequest(unit=unit, shards=_indices(shards), version=version, kind=kind)
+        request = pb.StageRequest.Unit(unit=unit, shards=_indices(shards), version=version, kind=kind)
         part = Sending(gather=gather, shards=shards, values=values, codec=RAW, request=request)
         if kind != PRODUCT:
             self._staged = part
@@ -159,7 +158,7 @@ class WireTransfers:
         size_bytes: int,
         timeout_s: float,
     ) -> None:
-        """Send parts in one stream over one channel, also again if their bytes are damaged. ``parts``: makes each when
+        """Send parts over one channel, also again if their bytes are damaged. ``parts``: makes each when
         its turn comes. ``size_bytes``: of all, at most. The channel's user sees it break."""
         sent: list[tuple[int, torch.dtype, Codec]] = []  # of each shard
 
@@ -171,12 +170,8 @@ class WireTransfers:
         move = Move(channel=channel, deadline_s=timeout_s + bulk_deadline_s(size_bytes))
         for left in reversed(range(_ATTEMPTS)):
             sent.clear()
-            going = parts()
-            first = next(going, None)
-            if first is None:  # by now, none needs to go; an empty stream would be refused
-                return
             try:
-                upload(move, method, noted(chain([first], going)))
+                upload(move, method, noted(parts()))
                 break
             except TransferError as error:
                 if isinstance(error, BrokenLinkError) or not left or self._closing.wait(_RETRY_PAUSE_S):
@@ -201,7 +196,7 @@ class WireTransfers:
         self, gather: Gather, unit: UnitLayout, shards: list[Shard], contribution: Contribution, grads: Tensor
     ) -> Sending:
         codec = RAW if contribution.sum_of or contribution.summands else codec_for(self._compression, unit.dtype)
-        request = pb.PushRequest(
+        request = pb.PushRequest.Unit(
             contribution=translate.contribution_to_pb(contribution),
             shards=_indices(shards),
             format=_FORMATS[codec.name],
@@ -218,7 +213,7 @@ class WireTransfers:
     def push_again(
         self, channel: AnyChannel, pushes: Callable[[], Iterator[PushedUnit]], size_bytes: int, timeout_s: float
     ) -> None:
-        """Send what this rank has pushed to an owner that may lack it, in one stream over a channel to it; blocks.
+        """Send what this rank has pushed to an owner that may lack it, over a channel to it; blocks.
 
         pushes: makes each unit's when its turn comes.
         size_bytes: of all of them, at most. timeout_s: seconds to add to those that the bytes may take.
@@ -499,7 +494,7 @@ class WireTransfers:
             nonlocal transport
             transport = channel.transport
             move = Move(channel=channel, deadline_s=bulk_deadline_s(size), moving=moving, moved=progress.moved)
-            upload(move, method, iter(parts))
+            upload(move, method, parts)
 
         self._repeat(method.lower(), what, partial(self._describe, parts[0].shards[0]), stream)
         for part in parts:

@@ -22,16 +22,14 @@ from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.calls.allowance import TooManyCallsError
 from rayzero.store.owner.calls.long_polls import result_of
 from rayzero.store.owner.served_model import PublishStream, ServedModel
-from rayzero.store.owner.tensor_port import OwnerStream
-from rayzero.store.owner.upload_stream import connection_of, open_connection
 from rayzero.store.wire.payload import byte_view
-from rayzero.store.wire.rpc import link_of
+from rayzero.store.wire.rpc import FOLLOWER_SERVICE, link_of
 from rayzero.telemetry.names import FOLLOW_BYTES, FOLLOW_SECONDS, FOLLOWER_LAG, FOLLOWERS
 
 MOST = 64  # followers of a model at a time
 _NOTED_S = 1.0  # the longest that the changes of a published version are waited for
 
-Context = Any  # grpc.aio.ServicerContext of this call
+Context = Any  # of this call: grpc.aio.ServicerContext, or TransferContext
 _Going = tuple[pb.GetShardsResponse.Part, memoryview | None]  # and its bytes
 
 
@@ -117,16 +115,16 @@ class FollowerCalls:
             raise EpochOverError(f"optimizer {model.service.owner} is another one than {name} has met")
         model.service.changes.follow()  # first: changes of what is copied next are noted
         versions: list[int] = []
-        async with self._turns, connection_of(model.tensors, name, context) as stream:
+        async with self._turns:
             batch: list[_Going] = []
             for wanted in request.wanted:
                 going = await self._changes(wanted, request.version)
                 batch += [await self._whole(wanted)] if going is None else going
                 versions.append(batch[-1][0].version)
                 if sum(part.size_bytes for part, _ in batch) >= SERVED_BYTES:
-                    await self._send(batch, stream, context)
+                    await self._send(batch, context)
                     batch = []
-            await self._send(batch, stream, context)
+            await self._send(batch, context)
         if name in self._taken:
             self._taken[name] = min(versions, default=self._newest)
 
@@ -173,9 +171,9 @@ class FollowerCalls:
         )
         return part, values
 
-    async def _send(self, batch: list[_Going], stream: OwnerStream, context: Context) -> None:
+    async def _send(self, batch: list[_Going], context: Context) -> None:
         await context.write(pb.GetShardsResponse(parts=[part for part, _ in batch]))
-        await stream.send((part.shard, content) for part, content in batch if content is not None)
+        await context.stream.send((part.shard, content) for part, content in batch if content is not None)
         recorder, now = self._model.service.recorder, asyncio.get_running_loop().time()
         for part, content in batch:
             if content is None:
@@ -189,7 +187,7 @@ class FollowerCalls:
         self, request: pb.OpenTensorStreamRequest, context: Context
     ) -> pb.OpenTensorStreamResponse:
         """Let a follower open a connection for tensors."""
-        return open_connection(self._model.tensors, _name(context), request.host, context)
+        return self._model.tensors.expect(_name(context), FOLLOWER_SERVICE, request.host, context)
 
 
 def _newest(found: Sequence[Change], has: int) -> int:

@@ -10,7 +10,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,15 +31,14 @@ from rayzero.store.owner.calls.rank_links import KnownSpecs
 from rayzero.store.owner.follower_calls import FollowerCalls
 from rayzero.store.owner.memory.shared_owner import SharedOwner
 from rayzero.store.owner.served_model import PublishStream, ServedModel
-from rayzero.store.owner.tensor_port import OwnerStream
-from rayzero.store.owner.upload_stream import UploadStream, connection_of, open_connection, receive_push
+from rayzero.store.owner.uploads import Stream, receive_push, received
 from rayzero.store.wire import translate
 from rayzero.store.wire.payload import byte_view
 from rayzero.store.wire.rpc import FOLLOWER_SERVICE, OWNER_SERVICE, POLL_MARGIN_S, STORE_SERVICE, caller_of, link_of
 from rayzero.store.wire.translate import from_failure, to_failure
 
 T = TypeVar("T")
-Context = Any  # grpc.aio.ServicerContext of this call
+Context = Any  # of this call: grpc.aio.ServicerContext, LineContext or TransferContext
 Requests = AsyncIterator[Any]  # messages, and a TransferError for one that was damaged on the way
 
 
@@ -195,57 +194,41 @@ class RankCalls:
 
     async def fetch(self, request: pb.FetchRequest, context: Context) -> pb.FetchResponse:
         """Send published shards."""
-        async with self._tensors_of(context) as stream:
-            await _send_shards(self._model.service, request, stream)
+        await _send_shards(self._model.service, request, context.stream)
         return pb.FetchResponse()
 
     async def open_tensor_stream(
         self, request: pb.OpenTensorStreamRequest, context: Context
     ) -> pb.OpenTensorStreamResponse:
         """Let the rank open a connection for tensors."""
-        return open_connection(self._model.tensors, self._client(request.rank), request.host, context)
+        client = _client(f"rank {request.rank}", self._model)
+        return self._model.tensors.expect(client, STORE_SERVICE, request.host, context)
 
-    def _client(self, rank: int) -> str:
-        return _client(f"rank {rank}", self._model)
-
-    def _tensors_of(self, context: Context) -> AbstractAsyncContextManager[OwnerStream]:
-        """A context in which a call has its connection for tensors."""
-        return connection_of(self._model.tensors, self._client(_rank_of(context)), context)
-
-    @asynccontextmanager
-    async def _upload(self, requests: Requests, context: Context) -> AsyncIterator[UploadStream]:
-        """A context in which the bytes of a call come."""
-        async with self._tensors_of(context) as stream:
-            yield UploadStream(requests, stream)
-
-    async def push(self, requests: Requests, context: Context) -> pb.PushResponse:
+    async def push(self, request: pb.PushRequest, context: Context) -> pb.PushResponse:
         """Receive gradients into the pushing rank's landing; this may wait for that rank's earlier pushes."""
-        async with self._upload(requests, context) as upload:
-            async for request in upload.announced():
-                await receive_push(self._model, request, upload, _rank_of(context))
-        return pb.PushResponse(announced=upload.came)
+        for pushed in request.units:
+            await receive_push(self._model, pushed, context.stream, _rank_of(context))
+        return pb.PushResponse()
 
-    async def load(self, requests: Requests, context: Context) -> pb.LoadResponse:
+    async def load(self, request: pb.LoadRequest, context: Context) -> pb.LoadResponse:
         """Receive initial weights, one shard at a time."""
-        async with self._upload(requests, context) as upload:
-            async for request in upload.announced():
-                for index in request.shards:
-                    shard, unit = self._model.shard(index, request.unit)
-                    values = upload.values(shard, unit.initial_dtype)
-                    await self._model.compute(self._model.service.load, index, await values)
+        for loaded in request.units:
+            for index in loaded.shards:
+                shard, unit = self._model.shard(index, loaded.unit)
+                values = await received(context.stream, shard, unit.initial_dtype)
+                await self._model.compute(self._model.service.load, index, values)
         if self._model.service.is_loaded:  # free the received copies, which are as large as the weights
             await self._model.compute(give_back_freed)
-        return pb.LoadResponse(announced=upload.came)
+        return pb.LoadResponse()
 
-    async def stage(self, requests: Requests, context: Context) -> pb.StageResponse:
+    async def stage(self, request: pb.StageRequest, context: Context) -> pb.StageResponse:
         """Receive the values of a write and keep them until the write."""
-        async with self._upload(requests, context) as upload:
-            async for request in upload.announced():
-                for index in request.shards:
-                    shard, unit = self._model.shard(index, request.unit)
-                    values = upload.values(shard, dtype_of(unit, request.kind))
-                    self._model.service.stage(index, request.version, request.kind, await values)
-        return pb.StageResponse(announced=upload.came)
+        for staged in request.units:
+            for index in staged.shards:
+                shard, unit = self._model.shard(index, staged.unit)
+                values = await received(context.stream, shard, dtype_of(unit, staged.kind))
+                self._model.service.stage(index, staged.version, staged.kind, values)
+        return pb.StageResponse()
 
     async def describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
         """Say what this owner does for a shard or, with ``step``, what the lead waits for; a door asks it."""
@@ -286,7 +269,7 @@ async def _first_notice(stream: PublishStream) -> pb.NoticesResponse:
     return first
 
 
-async def _send_shards(service: ShardService, request: pb.FetchRequest, stream: OwnerStream) -> None:
+async def _send_shards(service: ShardService, request: pb.FetchRequest, stream: Stream) -> None:
     """Send shards at the requested version, each as soon as it is published: a thread is sent for once for several that
     are."""
     ready: list[tuple[int, memoryview]] = []
@@ -321,7 +304,6 @@ class OwnerCalls:
     def __init__(self, model: ServedModel) -> None:
         self._model = model
         self._service, self._steps, self._shared = model.service, model.steps, model.shared
-        self._tensors = model.tensors
         self._repeats = Repeats()
 
     async def describe_epoch(self, request: pb.DescribeEpochRequest, context: Context) -> pb.DescribeEpochResponse:
@@ -333,19 +315,16 @@ class OwnerCalls:
         """Send all of some shards. Nothing changes them: the owners stand still."""
         shared = self._require_shared()
         going = [(index, tensor) for index in request.shards for tensor in shared.carried(self._service.shard(index))]
-        async with connection_of(self._tensors, self._client(request.owner), context) as stream:
-            await stream.send((index, byte_view(tensor).data) for index, tensor in going)
+        await context.stream.send((index, byte_view(tensor).data) for index, tensor in going)
         return pb.GiveShardsResponse()
 
     async def open_tensor_stream(
         self, request: pb.OpenTensorStreamRequest, context: Context
     ) -> pb.OpenTensorStreamResponse:
-        """Let an owner open a connection for tensors."""
-        return open_connection(self._tensors, self._client(request.owner), request.host, context)
-
-    def _client(self, owner: int) -> str:
-        """``owner``: by its number in the present epoch or, of one that takes shards over, in the next."""
-        return _client(f"optimizer {owner}", self._model)
+        """Let an owner open a connection for tensors. It is known by its number in the present epoch or, where it takes
+        shards over, in the next."""
+        client = _client(f"optimizer {request.owner}", self._model)
+        return self._model.tensors.expect(client, OWNER_SERVICE, request.host, context)
 
     async def notices(self, request: pb.NoticesRequest, context: Context) -> None:
         """Tell the door of a host what is published. The first notice comes once its ranks have attached."""
@@ -360,14 +339,13 @@ class OwnerCalls:
 
     async def fetch(self, request: pb.FetchRequest, context: Context) -> pb.FetchResponse:
         """Send published shards to an owner that keeps a copy."""
-        async with connection_of(self._tensors, self._client(request.owner), context) as stream:
-            if request.HasField("since"):
-                await self._send_changes(request, stream)
-            else:
-                await _send_shards(self._service, request, stream)
+        if request.HasField("since"):
+            await self._send_changes(request, context.stream)
+        else:
+            await _send_shards(self._service, request, context.stream)
         return pb.FetchResponse()
 
-    async def _send_changes(self, request: pb.FetchRequest, stream: OwnerStream) -> None:
+    async def _send_changes(self, request: pb.FetchRequest, stream: Stream) -> None:
         """Send of each shard what the requested version has changed in it, where that is known and smaller."""
         going: list[tuple[int, memoryview]] = []
         for index in request.shards:
@@ -378,16 +356,12 @@ class OwnerCalls:
                 going.append((index, byte_view(whole).data))
         await stream.send(going)
 
-    async def push(self, requests: Requests, context: Context) -> pb.PushResponse:
+    async def push(self, request: pb.PushRequest, context: Context) -> pb.PushResponse:
         """Receive sums of the gradients of a host's ranks."""
-        link = link_of(context.invocation_metadata() or ())
-        client = _client("" if link is None else link.caller, self._model)
-        async with connection_of(self._tensors, client, context) as stream:
-            upload = UploadStream(requests, stream)
-            async for request in upload.announced():
-                await self._model.ranks.known([request.contribution.rank])  # a successor of this owner may be new to it
-                await receive_push(self._model, request, upload, None)
-        return pb.PushResponse(announced=upload.came)
+        for pushed in request.units:
+            await self._model.ranks.known([pushed.contribution.rank])  # a successor of this owner may be new to it
+            await receive_push(self._model, pushed, context.stream, None)
+        return pb.PushResponse()
 
     async def describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
         """Say what this owner does for a shard or, with ``step``, what the lead waits for."""
@@ -458,7 +432,7 @@ Behaviour = Callable[[Any, Context], Awaitable[Any]]
 
 def _require_own(method: str, request: Any, rank: int) -> None:
     """Raise WrongSenderError if a rank sends a message of another one: its certificate, or the token where it shows
-    none, allows to be the rank that it says it is. (Those of uploads are not read yet; see ``receive_push``.)"""
+    none, allows to be the rank that it says it is. (Pushes: see ``receive_push``.)"""
     said = getattr(request, "report", request)
     described = getattr(said, "DESCRIPTOR", None)
     if described is not None and "rank" in described.fields_by_name and said.rank != rank:

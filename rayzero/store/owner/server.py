@@ -22,6 +22,7 @@ from rayzero.security.addresses import host_of, is_loopback
 from rayzero.security.credentials import Identity
 from rayzero.store.owner.entrances.access import AccessCheck
 from rayzero.store.owner.entrances.lobby import CallsInMemory
+from rayzero.store.owner.entrances.transfers import TransferCalls
 from rayzero.store.owner.handlers import ModelCalls
 from rayzero.store.owner.hosted import ByModel, HostedModels
 from rayzero.store.owner.memory.next_epoch import PreparedMemory, prepare
@@ -69,7 +70,7 @@ class OwnerServer:
         self._given_up = threading.Event()  # ends what is prepared now
         self._loops: dict[int, dict[int, list[LoopState]]] = {}  # by model: by rank, what was kept in the last epoch
         self._making = ThreadPoolExecutor(1, "rayzero-owner-models")  # makes models, which opens channels
-        self._tensors = TensorPort(self._recorder)
+        self._tensors = TensorPort(self._recorder, TransferCalls(self._find, self._recorder).answer)
         self._terms = terms
         self._addresses: tuple[str, ...] | None = None
         self._models = ByModel(self._serve)

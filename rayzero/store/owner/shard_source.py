@@ -27,20 +27,18 @@ from rayzero.store.wire.rpc import (
     CallTerms,
     break_of,
     from_status,
-    gave_no_answer,
     is_broken_link,
     methods,
     open_channel,
-    stream_metadata,
 )
-from rayzero.store.wire.tensor_stream import Receiving, StreamEndedError, TensorStream
+from rayzero.store.wire.tensor_stream import StreamEndedError
 from rayzero.store.wire.tensor_streams import (
     LET_THROUGH,
     Opening,
+    OverdueError,
     TensorStreams,
+    Transfer,
     UnreachedPortError,
-    end_with,
-    failure_of,
 )
 
 log = logging.getLogger(__name__)
@@ -89,58 +87,41 @@ class RemoteShards:
         def fill(channel: Any) -> None:
             self._reached = total - _size(left)
             request = pb.GiveShardsRequest(shards=list(left), owner=self._taker)
-            with self._beside(channel, request) as stream:
-                until = time.monotonic() + self._timeout_s
+            with self._transfer(channel, request) as transfer:
                 for shard in list(left):
                     for tensor in left[shard]:
                         assembly = Assembly(shard, tensor.nbytes, byte_view(tensor))
                         try:
-                            self._receive(stream, until, assembly)
+                            self._receive(transfer, assembly)
                         finally:
                             self._reached += assembly.filled
                     del left[shard]
+                transfer.answer()
 
         self._repeat(fill)
 
     @contextmanager
-    def _beside(self, channel: Any, request: pb.GiveShardsRequest) -> Iterator[TensorStream]:
-        """A context with the connection that has the bytes of a GiveShards. Raises why the call fails if that ends, and
-        StreamEndedError if the owner does not say why."""
+    def _transfer(self, channel: Any, request: pb.GiveShardsRequest) -> Iterator[Transfer]:
+        """A context with a GiveShards. Raises the owner's error, StallError, or StreamEndedError."""
         connections = TensorStreams(self._address, partial(self._expect, channel))
-        beside = connections.take()
         try:
-            metadata = (*self._metadata, *stream_metadata(beside.number))
-            give = methods(OWNER_SERVICE)["GiveShards"].bind(channel)
-            call = give.future(request, timeout=self._timeout_s, metadata=metadata)
-            end_with(call, beside)
-            try:
-                yield beside
-            except StreamEndedError as ended:
-                failure = failure_of(call)
-                if failure is None:
-                    raise
-                if isinstance(failure, grpc.RpcError) and gave_no_answer(failure):
-                    raise self._late() from failure
-                raise failure from ended
-            call.result()
+            with connections.transfer("GiveShards", request.SerializeToString(), self._timeout_s) as transfer:
+                yield transfer
+        except OverdueError as late:
+            raise StallError(f"{self._name} has not given its shards within {self._timeout_s:g} s") from late
         finally:
-            connections.drop(beside)
+            connections.close()
 
     def _expect(self, channel: Any, host: str) -> Opening:
         answer = self._ask(channel, "OpenTensorStream", pb.OpenTensorStreamRequest(owner=self._taker, host=host))
         return Opening.of(answer, protected=self._tls is not None and self._tls.protects(self._address))
 
-    def _receive(self, stream: TensorStream, until: float, assembly: Assembly) -> None:
-        """Fill a tensor. The call may end long before that, with bytes on their way, so its deadline is not enough."""
-        receiving = Receiving(stream, assembly)
-        while not receiving.advance():
+    def _receive(self, transfer: Transfer, assembly: Assembly) -> None:
+        """Fill a tensor."""
+        receiving = transfer.receiving(assembly)
+        while not transfer.advance(receiving):
             self._require_wanted()
-            if time.monotonic() > until:
-                raise self._late()
         self._require_wanted()
-
-    def _late(self) -> StallError:
-        return StallError(f"{self._name} has not given its shards within {self._timeout_s:g} s")
 
     def kept(self, ranks: Sequence[int]) -> dict[int, list[LoopState]]:
         """What the owner keeps of these ranks' loops, by rank; blocks."""

@@ -39,7 +39,6 @@ MODEL_KEY = "rayzero-model"
 EPOCH_KEY = "rayzero-epoch"
 LIFE_KEY = "rayzero-life"
 LINK_KEY = "rayzero-link"
-STREAM_KEY = "rayzero-stream"
 _ERROR_KEY = "rayzero-error"
 _MESSAGE_KEY = "rayzero-message-bin"
 
@@ -105,24 +104,20 @@ class Method:
     """One method of the .proto: its path, and how its messages are encoded and decoded."""
 
     path: str
-    client_streaming: bool
     server_streaming: bool
     request: type[Any]
     response: type[Any]
 
     def handler(self, behaviour: Any) -> grpc.RpcMethodHandler[Any, Any]:
-        """The server's entry for this method; ``behaviour`` is an async function of (requests, context), also where
-        there is one request: gRPC has read nothing of it then. A request that was damaged on the way is a
-        TransferError."""
+        """The server's entry for this method; ``behaviour`` is an async function of (requests, context), of which
+        gRPC has read nothing then: one request comes. If it was damaged on the way, it is a TransferError."""
         kinds = {False: grpc.stream_unary_rpc_method_handler, True: grpc.stream_stream_rpc_method_handler}
         return kinds[self.server_streaming](behaviour, request_deserializer=self._received, response_serializer=seal)
 
     def bind(self, channel: Any) -> Any:
         """The client's callable for this method on a sync or aio channel."""
-        kinds = {(False, False): "unary_unary", (False, True): "unary_stream", (True, False): "stream_unary"}
-        return getattr(channel, kinds[self.client_streaming, self.server_streaming])(
-            self.path, request_serializer=seal, response_deserializer=partial(unseal, kind=self.response)
-        )
+        call = channel.unary_stream if self.server_streaming else channel.unary_unary
+        return call(self.path, request_serializer=seal, response_deserializer=partial(unseal, kind=self.response))
 
     def _received(self, sealed: bytes) -> Any:
         try:
@@ -134,7 +129,6 @@ class Method:
 def _method(service: str, described: MethodDescriptor) -> Method:
     return Method(
         f"/{service}/{described.name}",
-        described.client_streaming,
         described.server_streaming,
         GetMessageClass(described.input_type),
         GetMessageClass(described.output_type),
@@ -145,6 +139,11 @@ def methods(service: str) -> dict[str, Method]:
     """Every method of a service of store.proto, by name, from the generated descriptors."""
     described = pb.DESCRIPTOR.services_by_name[service.rpartition(".")[2]]
     return {method.name: _method(service, method) for method in described.methods}
+
+
+def transfers(service: str) -> dict[str, Method]:
+    """The transfers of a service's callers, which go over connections for tensors."""
+    return methods(service.replace("Service", "Transfers"))
 
 
 # -------------------------------------------------------------------------------------------------- credentials
@@ -248,17 +247,6 @@ def link_of(metadata: Iterable[tuple[str, str | bytes]]) -> LinkNumber | None:
     if not number.isdecimal() or len(number) > 100:
         raise StoreError(f"{LINK_KEY} of a call is {str(sent)[:80]!r}; it must be a caller and a number")
     return LinkNumber(caller, int(number))
-
-
-def stream_metadata(number: int) -> Metadata:
-    """The metadata of a call whose bytes travel over a connection of their own."""
-    return ((STREAM_KEY, str(number)),)
-
-
-def stream_of(metadata: Iterable[tuple[str, str | bytes]]) -> int | None:
-    """The number of the connection that has a call's bytes, from 1; None: it names none. Raises StoreError if it is not
-    a number."""
-    return _number_of(metadata, STREAM_KEY, "the number of a connection for tensors") or None
 
 
 def model_of(metadata: Iterable[tuple[str, str | bytes]]) -> int:

@@ -1,11 +1,11 @@
-"""A TCP connection that carries the bytes of tensors beside gRPC's calls, straight from memory and into memory.
+"""A TCP connection for transfers: calls that move the bytes of tensors, straight from memory and into memory.
 
-[Note: beside gRPC] gRPC for Python copies a message once to send it and twice to receive it, and its event loop reads
-for all callers (lab/RESULTS.md, "store"). So the call of a transfer says what travels and how that ended, and the
-bytes travel beside it. They come in chunks: a head (shard, bytes, offset in the shard, xxh3_64) and the
-payload, which the kernel copies out of the sender's tensor and into the receiver's. Both ends know how many bytes a
-transfer has, so nothing marks its end, and one transfer follows the other on a connection. Where something is wrong,
-the connection ends, and the call says why. Where gRPC uses TLS, chunks are encrypted with keys that came over it.
+[Note: beside gRPC] gRPC for Python copies a message once to send it and twice to receive it, its event loop reads for
+all callers, and a call takes as long as moving hundreds of KiB (lab/RESULTS.md, "store"). So a transfer is no call of
+gRPC: its question, its bytes and its answer are on one connection. They come in chunks: a head (shard, bytes, offset in
+the shard, xxh3_64) and the payload, which the kernel copies out of the sender's tensor and into the receiver's. A
+message is a chunk, too. Both ends know how many bytes a transfer has, so nothing marks their end; an answer that comes
+before that says why there will be no more. Where gRPC uses TLS, chunks are encrypted with keys that came over it.
 """
 
 from __future__ import annotations
@@ -63,6 +63,8 @@ class ChunkCipher:
 TICKET_BYTES = 32  # what a client says first: what it got from OpenTensorStream
 WELCOME = b"\1"  # what it is answered
 SILENT_S = 0.05  # how long a thread waits for a peer that sends or takes nothing
+MESSAGE = (1 << 32) - 1  # where shards have their numbers: the chunk is a message
+MESSAGE_BYTES = 16 << 20  # the most of one
 
 _TURN_S = 0.1  # after which a thread that moves bytes serves another connection, if that waits for it
 
@@ -71,6 +73,14 @@ _HEAD = struct.Struct("<IIQQ")
 
 class StreamEndedError(TransferError):
     """The connection has ended, or was ended."""
+
+
+class MessageCameError(TransferError):
+    """A message came where bytes of a shard had to: the other end says why they do not."""
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__("a message came where bytes of a shard had to")
+        self.content = content
 
 
 class StreamWork(Protocol):
@@ -110,13 +120,13 @@ class TensorStream:
 
     Knows bytes; not what they are, or who is at the other end."""
 
-    def __init__(self, connection: socket.socket, keys: StreamKeys | None, number: int = 0) -> None:
-        """Take the connection over: closed by ``close``. ``keys``: None: chunks are not encrypted. ``number``: by which
-        the owner knows it, where this is its client's end."""
-        self.connection, self.number = connection, number
-        self.sending = None if keys is None else ChunkCipher(keys.sending)
-        self.receiving = None if keys is None else ChunkCipher(keys.receiving)
-        self.sent = self.received = 0  # chunks that have a checksum, which their number is a part of
+    def __init__(self, connection: socket.socket, keys: StreamKeys | None) -> None:
+        """Take the connection over: closed by ``close``. ``keys``: None: chunks are not encrypted."""
+        self.connection = connection
+        self.waits = True  # for a peer that is slow; False: on an event loop, which does that
+        self._sending = None if keys is None else ChunkCipher(keys.sending)
+        self._receiving = None if keys is None else ChunkCipher(keys.receiving)
+        self._sent = self._received = 0  # chunks that have a checksum, which their number is a part of
         self._scratch = bytearray()  # an encrypted chunk
         self._ending = threading.Lock()  # a connection that is closed may be another one's number
         _set_up(connection)
@@ -124,7 +134,7 @@ class TensorStream:
     def read(self, out: memoryview) -> int:
         """Read up to ``len(out)`` bytes; fewer: no more came for a while. Raises StreamEndedError."""
         try:
-            read = self.connection.recv_into(out, 0, socket.MSG_WAITALL)
+            read = self.connection.recv_into(out, 0, socket.MSG_WAITALL if self.waits else socket.MSG_DONTWAIT)
         except BlockingIOError:
             return 0
         except OSError as error:
@@ -136,15 +146,45 @@ class TensorStream:
     def write(self, content: memoryview, *, more: bool = False) -> int:
         """Write up to all of ``content``; fewer: the peer took no more for a while. ``more``: other bytes follow at
         once. Raises StreamEndedError."""
+        flags = (socket.MSG_MORE if more else 0) | (0 if self.waits else socket.MSG_DONTWAIT)
         try:
-            return self.connection.send(content, socket.MSG_MORE if more else 0)
+            return self.connection.send(content, flags)
         except BlockingIOError:
             return 0
         except OSError as error:
             raise _ended(error) from error
 
-    def scratch(self, size_bytes: int) -> memoryview:
-        """Memory for one encrypted chunk, until the next one's."""
+    def pack(self, shard: int, offset: int, payload: memoryview) -> list[memoryview]:
+        """The next chunk, as it is written; valid until the one after it."""
+        if self._sending is None:
+            self._sent += 1
+            return [memoryview(_HEAD.pack(shard, len(payload), offset, checksum(payload, self._sent))), payload]
+        head = _HEAD.pack(shard, len(payload), offset, 0)  # the tag covers what a checksum does
+        sealed = self._room(len(payload) + TAG_BYTES)
+        self._sending.encrypt(head, payload, sealed)
+        return [memoryview(head), sealed]
+
+    def room_to_read(self, payload: memoryview) -> memoryview:
+        """Where the next chunk is read, until ``unpack``: its payload's memory, or that of an encrypted chunk."""
+        return payload if self._receiving is None else self._room(len(payload) + TAG_BYTES)
+
+    def unpack(self, head: memoryview, came: memoryview, payload: memoryview) -> None:
+        """Have the payload of the next chunk in its memory. ``came``: what was read. Raises TransferError if it is not
+        what was sent."""
+        shard, size, offset, digest = _HEAD.unpack(head)
+        what = "a message" if shard == MESSAGE else f"shard {shard} bytes {offset:,}..{offset + size:,}"
+        if self._receiving is None:
+            self._received += 1
+            found = checksum(payload, self._received)
+            if found != digest:
+                raise TransferError(
+                    f"{what}: checksum {found:016x}, sent as {digest:016x}; the bytes were damaged on the way, or are "
+                    "not the next ones"
+                )
+        elif not self._receiving.decrypt(bytes(head), came, payload):
+            raise TransferError(f"{what}: the bytes were damaged on the way, or are not the next ones")
+
+    def _room(self, size_bytes: int) -> memoryview:
         if len(self._scratch) < size_bytes:
             self._scratch = bytearray(size_bytes)
         return memoryview(self._scratch)[:size_bytes]
@@ -174,10 +214,10 @@ class TensorStream:
         poll.register(self.connection, events)
         return bool(poll.poll(0))
 
-    def pass_all(self, work: StreamWork) -> None:
-        """Move everything; blocks until then, or until the connection is ended. Raises as ``StreamWork.advance``."""
-        while not work.advance():
-            pass
+    def end_writing(self) -> None:
+        """Write nothing more: the other end sees that, once it has read all."""
+        with suppress(OSError):  # it has ended
+            self.connection.shutdown(socket.SHUT_WR)
 
     def abort(self) -> None:
         """End the connection: the thread that moves bytes gets StreamEndedError. Any thread may call it."""
@@ -191,59 +231,65 @@ class TensorStream:
 
 
 class Receiving:
-    """One shard's chunks on their way from a stream into memory."""
+    """One shard's chunks on their way from a stream into memory, or a message."""
 
-    def __init__(self, stream: TensorStream, assembly: Assembly) -> None:
-        self._stream, self._assembly = stream, assembly
+    def __init__(
+        self, stream: TensorStream, assembly: Assembly | None = None, moved: Callable[[], None] = lambda: None
+    ) -> None:
+        """``assembly``: None: a message comes. ``moved``: called for every chunk of a shard."""
+        self._stream, self._assembly, self._moved = stream, assembly, moved
         self._head = memoryview(bytearray(_HEAD.size))
         self._payload: memoryview | None = None  # of the chunk whose head is here: its memory
         self._coming: memoryview = self._head  # what is being read
         self._filled = 0  # bytes of that
+        self.message = b""  # which has come
         self.chunks = 0
 
     def advance(self) -> bool:
-        """See ``StreamWork``."""
+        """See ``StreamWork``. Raises MessageCameError if a message comes in place of a shard's bytes."""
         until = time.monotonic() + _TURN_S
-        while not self._assembly.complete:
-            if not self.take_chunk() or time.monotonic() > until:
-                return self._assembly.complete
+        while not self._is_through:
+            if not self._take_chunk() or time.monotonic() > until:
+                return self._is_through
         return True
 
-    def take_chunk(self) -> bool:
-        """Move one chunk; False: the peer was slow, and not all of it is here yet. Raises as ``advance``."""
+    @property
+    def _is_through(self) -> bool:
+        return bool(self.message) if self._assembly is None else self._assembly.complete
+
+    def _take_chunk(self) -> bool:
+        """Move one chunk; False: the peer was slow, and not all of it is here yet."""
         if self._payload is None:
             if not self._fill():
                 return False
-            shard, size, offset, _ = _HEAD.unpack(self._head)
-            if size > CHUNK_BYTES:  # an end may hold an encrypted chunk of each connection
-                raise TransferError(f"a chunk of {size:,} bytes came; the most are {CHUNK_BYTES:,}")
-            self._payload = self._assembly.room_for(shard, offset, size)
-            encrypted = self._stream.receiving is not None
-            self._coming = self._stream.scratch(size + TAG_BYTES) if encrypted else self._payload
+            self._payload = self._room()
+            self._coming = self._stream.room_to_read(self._payload)
         if not self._fill():
             return False
-        self._check(self._payload)
-        self._assembly.add(len(self._payload))
+        payload, came = self._payload, self._coming
         self._payload, self._coming = None, self._head
+        self._stream.unpack(self._head, came, payload)
         self.chunks += 1
+        if _HEAD.unpack(self._head)[0] == MESSAGE:
+            self.message = bytes(payload)
+            if self._assembly is not None:
+                raise MessageCameError(self.message)
+        elif self._assembly is not None:
+            self._assembly.add(len(payload))
+            self._moved()
         return True
 
-    def _check(self, payload: memoryview) -> None:
-        """Raise TransferError if what has come is not what was sent; decrypt it."""
-        shard, size, offset, digest = _HEAD.unpack(self._head)
-        cipher = self._stream.receiving
-        if cipher is None:
-            self._stream.received += 1
-            came = checksum(payload, self._stream.received)
-            if came != digest:
-                raise TransferError(
-                    f"shard {shard} bytes {offset:,}..{offset + size:,}: checksum {came:016x}, sent as {digest:016x}; "
-                    "the bytes were damaged on the way, or are not the next ones"
-                )
-        elif not cipher.decrypt(bytes(self._head), self._coming, payload):
-            raise TransferError(
-                f"shard {shard} bytes {offset:,}..{offset + size:,} were damaged on the way, or are not the next ones"
-            )
+    def _room(self) -> memoryview:
+        """The memory of the chunk whose head is here."""
+        shard, size, offset, _ = _HEAD.unpack(self._head)
+        most = MESSAGE_BYTES if shard == MESSAGE else CHUNK_BYTES
+        if size > most:  # an end may hold an encrypted chunk of each connection
+            raise TransferError(f"a chunk of {size:,} bytes came; the most are {most:,}")
+        if shard == MESSAGE and size:
+            return memoryview(bytearray(size))
+        if self._assembly is None or shard == MESSAGE:
+            raise TransferError(f"{size:,} bytes of shard {shard} came where a message had to")
+        return self._assembly.room_for(shard, offset, size)
 
     def _fill(self) -> bool:
         """Read what is left of what is coming; False: it is not all here yet."""
@@ -305,15 +351,14 @@ class Sent:
         offset = self._offset
         payload = self._content[offset : offset + self._chunk_bytes]
         self._offset += len(payload)
-        cipher = self._stream.sending
-        if cipher is None:
-            self._stream.sent += 1
-            digest = checksum(payload, self._stream.sent)
-            return [memoryview(_HEAD.pack(self._shard, len(payload), offset, digest)), payload]
-        head = _HEAD.pack(self._shard, len(payload), offset, 0)  # the tag covers what a checksum does
-        sealed = self._stream.scratch(len(payload) + TAG_BYTES)
-        cipher.encrypt(head, payload, sealed)
-        return [memoryview(head), sealed]
+        return self._stream.pack(self._shard, offset, payload)
+
+
+def message_on(stream: TensorStream, content: bytes) -> Sent:
+    """A message on its way into a stream. Raises TransferError if it is too long."""
+    if len(content) > MESSAGE_BYTES:
+        raise TransferError(f"a message of {len(content):,} bytes is too long: {MESSAGE_BYTES:,} at most")
+    return Sent(stream, MESSAGE, memoryview(content), chunk_bytes=MESSAGE_BYTES)
 
 
 class InTurn:

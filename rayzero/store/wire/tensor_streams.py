@@ -1,4 +1,4 @@
-"""A client's connections for tensors to one owner, beside one channel to it."""
+"""A client's connections for tensors to one owner, beside one channel to it, and its transfers over them."""
 
 from __future__ import annotations
 
@@ -7,19 +7,32 @@ import os
 import select
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
 
-import grpc
+from google.protobuf.message import DecodeError
 
+from rayzero.errors import TransferError
 from rayzero.security.addresses import host_of
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.wire.tensor_stream import WELCOME, StreamEndedError, StreamKeys, TensorStream
+from rayzero.store.wire.payload import Assembly
+from rayzero.store.wire.tensor_stream import (
+    WELCOME,
+    MessageCameError,
+    Receiving,
+    Sent,
+    StreamEndedError,
+    StreamKeys,
+    StreamWork,
+    TensorStream,
+    message_on,
+)
+from rayzero.store.wire.translate import from_failure
 
 _OPEN_S = 5.0  # in which a connection is made; and in which the owner takes its ticket
-_REASON_S = 5.0  # how long an owner may take to say why it has ended a connection
+_LATE_S = 1.0  # after its time is over, a transfer ends sooner, unless this process is stopped
 LET_THROUGH = (
     "if a firewall is between the hosts, open every port of the optimizer actors' hosts to them: owners take free ones"
 )
@@ -34,7 +47,6 @@ class UnreachedPortError(StreamEndedError):
 class Opening:
     """What the owner answers to OpenTensorStream."""
 
-    number: int
     port: int
     ticket: bytes
     keys: StreamKeys | None  # None: without TLS
@@ -43,24 +55,116 @@ class Opening:
     def of(cls, answer: pb.OpenTensorStreamResponse, *, protected: bool) -> Opening:
         """``protected``: the answer came over TLS."""
         keys = StreamKeys(sending=answer.client_key, receiving=answer.owner_key) if protected else None
-        return cls(number=answer.number, port=answer.port, ticket=answer.ticket, keys=keys)
+        return cls(port=answer.port, ticket=answer.ticket, keys=keys)
 
 
-def end_with(call: Any, stream: TensorStream) -> None:
-    """Have a connection end if the call, grpc's future, fails: the thread that moves bytes gets StreamEndedError."""
-    call.add_done_callback(lambda done: None if done.code() is grpc.StatusCode.OK else stream.abort())
+class OverdueError(Exception):
+    """A transfer has no answer in time. ``stood_still``: this process was stopped meanwhile, so that says nothing of
+    the owner."""
+
+    def __init__(self, *, stood_still: bool) -> None:
+        super().__init__("no answer in time")
+        self.stood_still = stood_still
 
 
-def failure_of(call: Any) -> Exception | None:
-    """Why a call failed whose connection has ended: an RpcError, or FutureCancelledError. None: its owner says nothing
-    soon, so the connection has broken; the call ends."""
+def asked(method: str, request: bytes, timeout_s: float) -> bytes:
+    """What begins a transfer."""
+    return pb.TransferQuestion(method=method, request=request, timeout_s=timeout_s).SerializeToString()
+
+
+def read_answer(content: bytes) -> pb.TransferAnswer:
+    """An answer. Raises the owner's error, if it is one, or TransferError."""
     try:
-        call.result(timeout=_REASON_S)
-    except grpc.FutureTimeoutError:
-        call.cancel()
-    except (grpc.RpcError, grpc.FutureCancelledError) as error:
-        return error
-    return None
+        answer = pb.TransferAnswer.FromString(content)
+    except DecodeError as error:
+        raise TransferError(f"an answer cannot be read: {error}") from error
+    if answer.HasField("failure"):
+        raise from_failure(answer.failure)
+    return answer
+
+
+class Transfer:
+    """One transfer over a connection, at its client's end. One thread makes it; any may end it.
+
+    Each verb blocks. Raises the owner's error, StreamEndedError if the connection ends, or OverdueError."""
+
+    def __init__(self, stream: TensorStream, method: str, request: bytes, timeout_s: float) -> None:
+        self._stream, self._until = stream, time.monotonic() + timeout_s
+        self._lock, self._is_aborted = threading.Lock(), False
+        self.has_ended = False  # with the last answer
+        self._pass(message_on(stream, asked(method, request, timeout_s)))
+
+    def send(self, shard: int, content: memoryview, moved: Callable[[], None] = lambda: None) -> None:
+        """Send a shard's bytes, which nobody changes until then. ``moved``: called for every chunk."""
+        self._pass(Sent(self._stream, shard, content, moved))
+
+    def receive(self, assembly: Assembly, moved: Callable[[], None] = lambda: None) -> None:
+        """Have a shard's bytes filled in. ``moved``: called for every chunk."""
+        self._pass(Receiving(self._stream, assembly, moved))
+
+    def receiving(self, assembly: Assembly) -> Receiving:
+        """The same, for ``advance``."""
+        return Receiving(self._stream, assembly)
+
+    def answers(self) -> Iterator[bytes]:
+        """The responses, of which the last one ends the transfer; bytes may have to be received after each other."""
+        more = True
+        while more:
+            coming = Receiving(self._stream)
+            self._pass(coming)
+            answer = read_answer(coming.message)
+            more = answer.more
+            with self._lock:
+                self.has_ended = not more
+            yield answer.response
+
+    def answer(self) -> bytes:
+        """The only response."""
+        (response,) = self.answers()
+        return response
+
+    def _pass(self, work: StreamWork) -> None:
+        while not self.advance(work):
+            pass
+
+    def advance(self, work: StreamWork) -> bool:
+        """Move bytes for a moment; True: all have passed."""
+        try:
+            if isinstance(work, Sent) and self._stream.has_bytes:
+                self._raise_failure()
+            through = work.advance()
+        except MessageCameError as came:
+            read_answer(came.content)
+            raise
+        except StreamEndedError:
+            if isinstance(work, Sent):
+                self._raise_failure()
+            raise
+        if not through:
+            self._require_time()
+        return through
+
+    def _raise_failure(self) -> None:
+        """The owner takes no more bytes: raise what it says, or StreamEndedError."""
+        said = Receiving(self._stream)
+        while not said.advance():
+            self._require_time()
+        read_answer(said.message)
+        raise TransferError("an answer came before all bytes were sent")
+
+    def _require_time(self) -> None:
+        if self._is_aborted:
+            raise StreamEndedError("nothing comes any more")
+        late_s = time.monotonic() - self._until
+        if late_s > 0:
+            raise OverdueError(stood_still=late_s > _LATE_S)
+
+    def abort(self) -> None:
+        """End it, and the connection, unless it has ended. Any thread may call it."""
+        with self._lock:
+            if not self.has_ended:
+                self._is_aborted = True
+                self._stream.abort()
 
 
 def connect(address: str, port: int) -> socket.socket:
@@ -125,9 +229,24 @@ class TensorStreams:
         for each in idle:
             each.close()
 
+    @contextmanager
+    def transfer(self, method: str, request: bytes, timeout_s: float) -> Iterator[Transfer]:
+        """A context for one transfer over a connection that no other one has. ``timeout_s``: until its last answer.
+        Raises UnreachedPortError if no connection can be opened, StreamEndedError after ``close``; as ``Transfer``."""
+        stream = self.take()
+        made = None
+        try:
+            made = Transfer(stream, method, request, timeout_s)
+            yield made
+        finally:
+            if made is not None and made.has_ended:
+                self._give_back(stream)
+            else:
+                self._drop(stream)
+
     def take(self) -> TensorStream:
-        """One that is the caller's until it gives it back or drops it. Raises StreamEndedError after ``close``,
-        UnreachedPortError if none can be opened."""
+        """One that is the caller's. Freed by: the caller. Raises StreamEndedError after ``close``, UnreachedPortError
+        if none can be opened."""
         while True:
             with self._lock:
                 self._require_open()
@@ -179,7 +298,7 @@ class TensorStreams:
                 connection.sendall(opening.ticket)
                 if connection.recv(1) != WELCOME:
                     raise ConnectionError("the owner ended it")
-            return TensorStream(connection, opening.keys, opening.number)
+            return TensorStream(connection, opening.keys)
         except BaseException:
             connection.close()
             raise
@@ -196,7 +315,7 @@ class TensorStreams:
             with self._lock:
                 self._opening.discard(connection)
 
-    def give_back(self, used: TensorStream) -> None:
+    def _give_back(self, used: TensorStream) -> None:
         """Another transfer may have it."""
         with self._lock:
             self._taken.discard(used)
@@ -205,7 +324,7 @@ class TensorStreams:
                 return
         used.close()
 
-    def drop(self, used: TensorStream) -> None:
+    def _drop(self, used: TensorStream) -> None:
         """End it: nobody knows how far it is."""
         with self._lock:
             self._taken.discard(used)

@@ -1,4 +1,4 @@
-"""One channel of a link to an owner: calls, the stream of the owner's notices, and the connections beside it."""
+"""One channel of a link to an owner: calls, the stream of the owner's notices, and transfers beside it."""
 
 from __future__ import annotations
 
@@ -27,16 +27,15 @@ from rayzero.store.wire.rpc import (
     life_metadata,
     methods,
     open_channel,
-    stream_metadata,
 )
-from rayzero.store.wire.tensor_stream import StreamEndedError, TensorStream
+from rayzero.store.wire.tensor_stream import StreamEndedError
 from rayzero.store.wire.tensor_streams import (
     LET_THROUGH,
     Opening,
+    OverdueError,
     TensorStreams,
+    Transfer,
     UnreachedPortError,
-    end_with,
-    failure_of,
 )
 
 
@@ -117,30 +116,19 @@ class Channel:
         self._tensors = TensorStreams(address, self._expect)
         self._deadlines = WeakKeyDictionary[Any, float]()  # of calls, which are their own errors: monotonic seconds
         asked = pb.NoticesRequest(ranks=awaited, **caller.signature)
-        self.notices: Any = self._begin(self._calls["Notices"], asked, None, None)
+        self.notices: Any = self._begin(self._calls["Notices"], asked, None)
 
-    def start(self, method: str, request: Any, timeout_s: float, beside: TensorStream | None = None) -> Any:
-        """Start a call that has one answer: ``request`` is a message, or an iterator of messages, which grpc draws in
-        its own thread. Returns grpc's future. ``beside``: has the call's bytes, and ends if the call fails. Raises
-        BrokenLinkError if the channel is closed."""
-        return self._begin(self._calls[method].future, request, timeout_s, beside)
+    def start(self, method: str, request: Any, timeout_s: float) -> Any:
+        """Start a call that has one answer. Returns grpc's future. Raises BrokenLinkError if the channel is closed."""
+        return self._begin(self._calls[method].future, request, timeout_s)
 
-    def stream(self, method: str, request: Any, timeout_s: float, beside: TensorStream) -> Any:
-        """Start a call that has several answers (``messages``); as ``start`` otherwise."""
-        return self._begin(self._calls[method], request, timeout_s, beside)
-
-    def _begin(
-        self, call: Callable[..., Any], request: Any, timeout_s: float | None, beside: TensorStream | None
-    ) -> Any:
-        numbered = () if beside is None else stream_metadata(beside.number)
+    def _begin(self, call: Callable[..., Any], request: Any, timeout_s: float | None) -> Any:
         try:
-            begun = call(request, timeout=timeout_s, metadata=(*self._metadata, *numbered))
+            begun = call(request, timeout=timeout_s, metadata=self._metadata)
         except (grpc.RpcError, ValueError) as error:  # ValueError: the channel is closed
             raise self.error(error) from error
         if timeout_s is not None:
             self._deadlines[begun] = time.monotonic() + timeout_s
-        if beside is not None:
-            end_with(begun, beside)
         return begun
 
     def _expect(self, host: str) -> Opening:
@@ -149,31 +137,18 @@ class Channel:
         return Opening.of(answer, protected=self._is_protected)
 
     @contextmanager
-    def beside(self) -> Iterator[TensorStream]:
-        """A context with a connection for the bytes of one call. Raises NoStreamError if none can be opened,
-        BrokenLinkError if the channel is closed."""
+    def transfer(self, method: str, request: Any, timeout_s: float) -> Iterator[Transfer]:
+        """A context for one transfer. Raises the owner's error, NoStreamError if no connection can be opened,
+        BrokenLinkError if it ends or the channel is closed, NoAnswerError."""
         try:
-            taken = self._tensors.take()
+            with self._tensors.transfer(method, request.SerializeToString(), timeout_s) as transfer:
+                yield transfer
         except UnreachedPortError as unreached:
             raise NoStreamError(f"{self.peer}: {unreached}; {LET_THROUGH}") from unreached.__cause__
         except StreamEndedError as ended:
-            raise BrokenLinkError(f"{self.peer}: {ended}") from None
-        try:
-            yield taken
-        except BaseException:
-            self._tensors.drop(taken)
-            raise
-        self._tensors.give_back(taken)
-
-    def why_ended(self, call: Any, ended: StreamEndedError) -> RayZeroError:
-        """Why the bytes beside a call do not go on: what the owner says or, if it says nothing soon, that the
-        connection has broken. Raise it from its own cause."""
-        failure = failure_of(call)
-        if failure is not None:
-            return self.error(failure)
-        broken = BrokenLinkError(f"{self.peer}: {ended}")
-        broken.__cause__ = ended
-        return broken
+            raise BrokenLinkError(f"{self.peer}: {ended}") from ended
+        except OverdueError as late:
+            raise self._stood_still() if late.stood_still else NoAnswerError(f"{self.peer}: {late}") from None
 
     def answer(self, started: Any) -> Any:
         """The answer to a started call; blocks. Raises the owner's error, or BrokenLinkError."""
@@ -204,9 +179,12 @@ class Channel:
             return broken
         if gave_no_answer(error):
             if time.monotonic() > self._deadlines.get(error, math.inf) + _LATE_S:
-                return BrokenLinkError(f"{self.peer}: this process stood still while it waited for an answer")
+                return self._stood_still()
             return NoAnswerError(str(from_status(error, self.peer)))
         return from_status(error, self.peer)
+
+    def _stood_still(self) -> BrokenLinkError:
+        return BrokenLinkError(f"{self.peer}: this process stood still while it waited for an answer")
 
     def give_up(self) -> None:
         """End the notices, so that the link's thread closes the channel; does not block."""

@@ -31,7 +31,7 @@ from rayzero.store.shm.mailbox import Asker
 from rayzero.store.shm.signals import Listener
 from rayzero.store.shm.words import key_digest
 from rayzero.store.wire import translate
-from rayzero.store.wire.rpc import TOKEN_KEY, LinkNumber, Metadata, methods
+from rayzero.store.wire.rpc import TOKEN_KEY, LinkNumber, Metadata, methods, transfers
 from rayzero.store.wire.translate import from_failure
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class LineChannel:
         other_end = "the optimizer actor of this host that calls it" if to else "the owner"
         self._died = f"{other_end} has died" if to else "the owner's process has died"
         self._stopped = f"{other_end} serves no more"
-        self._lobby, self._methods = lobby, methods(caller.service)
+        self._lobby, self._methods = lobby, methods(caller.service) | transfers(caller.service)
         opening = pb.LineOpening(
             key=key_digest(token),
             service=caller.service,
@@ -109,29 +109,31 @@ class LineChannel:
     # ---- calls
 
     def start(self, method: str, request: Any, timeout_s: float) -> Future[Any]:
-        """Start a call that has one request and one answer. Raises BrokenLinkError if the channel is closed."""
-        return self.start_with(method, [request], timeout_s, None)
+        """Start a call. Raises BrokenLinkError if the channel is closed."""
+        return self.transfer(method, request, timeout_s, None)
 
-    def start_with(self, method: str, requests: Sequence[Any], timeout_s: float, parcel: Parcel | None) -> Future[Any]:
-        """Start a call with its requests, which moves the bytes in ``parcel``, or takes them there. Raises
-        BrokenLinkError if the channel is closed. Cancelling the future ends the call at the owner too."""
-        question = pb.LineQuestion(timeout_s=timeout_s, parcel="" if parcel is None else parcel.name)
-        contents = [request.SerializeToString() for request in requests]
+    def transfer(
+        self, method: str, request: Any, timeout_s: float, parcel: Parcel | None, room: pb.LineRoom | None = None
+    ) -> Future[Any]:
+        """Start a call that moves the bytes in ``parcel``, or takes them there. ``room``: that a Fetch has there.
+        Raises BrokenLinkError if the channel is closed. Cancelling the future ends the call at the owner too."""
+        question = pb.LineQuestion(
+            request=request.SerializeToString(), timeout_s=timeout_s, parcel="" if parcel is None else parcel.name
+        )
+        if room is not None:
+            question.room.CopyFrom(room)
         call = _Call(
             method, question, time.monotonic() + timeout_s, Future(), self._methods[method].response.FromString
         )
-        question.requests.extend(contents)
         if 1 + len(method) + question.ByteSize() > QUESTION_BYTES:
+            content = question.SerializeToString()
             try:
-                spilled = self.parcel(room_for([4, *map(len, contents)]))
+                spilled = self.parcel(room_for([len(content)]))
             except RayZeroError as error:  # the call's, as if the owner had said it
                 return failed(error)
             call.parcels.append(spilled)
-            spilled.put(0, memoryview(len(contents).to_bytes(4, "little")))
-            for number, content in enumerate(contents):
-                spilled.put(number, memoryview(content))
-            question.ClearField("requests")
-            question.spilled = spilled.name
+            spilled.put(0, memoryview(content))
+            call.question = pb.LineQuestion(timeout_s=timeout_s, spilled=spilled.name)
         call.answer.add_done_callback(lambda _: self._give_up_call(call))
         self._ask(call)
         return call.answer

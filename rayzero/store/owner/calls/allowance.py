@@ -1,16 +1,15 @@
-"""Bounds what an owner holds for one caller: message bodies that are on their way, and uploads under way.
+"""Bounds what an owner holds for one caller: message bodies that are on their way. (Connections for tensors, each of
+which has one transfer: store/owner/tensor_port.py.)
 
 [Note: what a caller may make an owner hold] gRPC keeps a body of up to ``MAX_MESSAGE_BYTES`` for a call once somebody
 asks for it, and of a call that nobody reads only what HTTP/2's window let through. So only a call that has a place asks
-for its body, and a caller has few of them. A rank uses ``streams`` places for each kind of upload, and one for the
-moment in which a small request is read.
+for its body, and a caller has few of them. A rank uses one for the moment in which a request is read.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Hashable, Iterable
-from contextlib import asynccontextmanager
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -19,8 +18,6 @@ from rayzero.security.credentials import names_shown
 from rayzero.store.wire.rpc import caller_of
 
 BODIES = 16  # of one caller that are read at a time
-UPLOADS = 16  # of one caller that are under way
-WAITING = 48  # uploads of one caller beyond those; the next one is refused
 CALLS = 256  # of one caller whose bodies are read or wait for that; the next one is refused
 BODY_S = 120.0  # in which a body must come, from the moment that it is read: 64 MiB at 0.5 MB/s
 
@@ -51,8 +48,8 @@ class Allowance:
     def __init__(self, caller: str) -> None:
         """``caller``: for messages."""
         self._caller = caller
-        self._bodies, self._uploads = asyncio.Semaphore(BODIES), asyncio.Semaphore(UPLOADS)
-        self._uploading = self._asking = 0  # uploads; bodies: under way and waiting
+        self._bodies = asyncio.Semaphore(BODIES)
+        self._asking = 0  # calls whose bodies are read or wait for that
 
     async def body(self, requests: AsyncIterator[Any]) -> Any:
         """The only message of a call; a TransferError if it was damaged on the way, or lost as a whole. Raises
@@ -70,25 +67,6 @@ class Allowance:
         if found is None:
             return TransferError(f"{self._caller} has sent a call without its message")
         return found
-
-    @asynccontextmanager
-    async def upload(self, requests: AsyncIterator[Any]) -> AsyncIterator[AsyncIterator[Any]]:
-        """A context in which the caller's messages may be read; gives them. Raises StoreError if the caller has too
-        many such calls; reading them raises TransferError if one does not come."""
-        if self._uploading >= UPLOADS + WAITING:
-            raise TooManyCallsError(
-                f"{self._caller} has {self._uploading} uploads under way here, the most for a caller"
-            )
-        self._uploading += 1
-        try:
-            async with self._uploads:
-                yield self._messages(requests)
-        finally:
-            self._uploading -= 1
-
-    async def _messages(self, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
-        while (found := await self._next_message(requests)) is not None:
-            yield found
 
     async def _next_message(self, requests: AsyncIterator[Any]) -> Any:
         """The next message of a call; None: there is none. Raises TransferError if it does not come."""

@@ -30,7 +30,6 @@ from rayzero.store.wire.rpc import (
     to_status,
     token_matches,
 )
-from rayzero.store.wire.tensor_stream import StreamEndedError
 from rayzero.telemetry.names import GRPC_REQUEST_SECONDS, GRPC_REQUESTS
 from rayzero.telemetry.recorder import Recorder
 
@@ -93,7 +92,7 @@ class _Guarded:
         except asyncio.CancelledError:  # the caller is gone
             self._count(grpc.StatusCode.CANCELLED, began)
             raise
-        except (_Damaged, StreamEndedError) as broken:  # its caller takes that for a broken link, and repeats the call
+        except _Damaged as broken:  # its caller takes that for a broken link, and repeats the call
             code, details = grpc.StatusCode.UNAVAILABLE, str(broken)
         except RayZeroError as error:
             code, details, sent = to_status(error)
@@ -111,9 +110,6 @@ class _Guarded:
         metadata = context.invocation_metadata() or ()
         follows = self._service == FOLLOWER_SERVICE
         allowance = self._allowances.of(context.peer(), context.auth_context(), metadata, follows=follows)
-        if self._method.client_streaming:
-            async with allowance.upload(requests) as messages:
-                return await self._call(messages, context)
         request = await allowance.body(requests)
         if isinstance(request, TransferError):
             raise _Damaged(str(request))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -28,13 +28,13 @@ from rayzero.security.refusals import Refusals
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.entrances.pipes import Pipe, PipeBrokenError, Pipes
 from rayzero.store.owner.handlers import FindModel, ModelCalls
-from rayzero.store.owner.tensor_port import ShardDestination, in_thread
+from rayzero.store.owner.streams import ParcelStream
 from rayzero.store.shm.lines import ANSWER_BYTES, Line, Lobby, Parcel
 from rayzero.store.shm.mailbox import GIVEN_UP, Answerer
 from rayzero.store.shm.signals import Listener
 from rayzero.store.shm.words import key_digest
 from rayzero.store.wire import translate
-from rayzero.store.wire.rpc import STORE_SERVICE, Metadata, epoch_of, methods, model_of
+from rayzero.store.wire.rpc import STORE_SERVICE, Metadata, epoch_of, methods, model_of, transfers
 from rayzero.store.wire.translate import to_failure
 from rayzero.telemetry.recorder import Recorder
 
@@ -44,52 +44,15 @@ _MARGIN = 64  # of an answer beside its response
 _HELD_S = 30.0  # how long an error is held that is too long for a mailbox
 
 
-class ParcelStream:
-    """The bytes of one call, in memory that its caller has made. What ``OwnerStream`` is over TCP."""
-
-    def __init__(self, parcel: Parcel, pool: ThreadPoolExecutor) -> None:
-        self.parcel, self._pool = parcel, pool
-        self._ends = False  # the call was cancelled
-
-    def _stop(self) -> None:
-        self._ends = True
-
-    async def receive(self, landings: Iterable[ShardDestination]) -> None:
-        """Copy shards, in this order. Raises TransferError if they are others."""
-        await in_thread(self._pool, partial(self._take, list(landings)), self._stop)
-
-    def _take(self, landings: Sequence[ShardDestination]) -> None:
-        for landing in landings:
-            if self._ends:
-                return
-            content = self.parcel.take(landing.shard)
-            if len(content) != landing.size_bytes:
-                raise TransferError(
-                    f"{len(content):,} bytes came of shard {landing.shard}, which has {landing.size_bytes:,}"
-                )
-            if landing.out is not None:
-                landing.out.data[:] = content
-            landing.landed()
-
-    async def send(self, shards: Iterable[tuple[int, memoryview]]) -> None:
-        """Copy shards into the caller's memory, in this order. Raises TransferError if it has no room for them."""
-        await in_thread(self._pool, partial(self._put, list(shards)), self._stop)
-
-    def _put(self, shards: Sequence[tuple[int, memoryview]]) -> None:
-        for shard, content in shards:
-            if self._ends:
-                return
-            self.parcel.put(shard, content)
-
-
 class LineContext:
-    """What a handler asks of its call: grpc.aio's context, as far as it is used."""
+    """What a handler asks of its call: grpc.aio's context, as far as it is used, and the way of its bytes."""
 
     def __init__(
         self, line: _Line, until: float, stream: ParcelStream | None = None, room: pb.LineRoom | None = None
     ) -> None:
-        """``until``: when the caller gives up, on the loop's clock. ``room``: that the caller of a Fetch has."""
-        self._line, self._until, self.parcel_stream, self.room = line, until, stream, room
+        """``until``: when the caller gives up, on the loop's clock. ``stream``: None: the call moves no
+        bytes. ``room``: that the caller of a Fetch has."""
+        self._line, self._until, self.stream, self.room = line, until, stream, room
 
     def invocation_metadata(self) -> Metadata:
         """Of the call."""
@@ -116,7 +79,7 @@ class _Line:
         self.said = pb.LineNotice()  # all that was said unasked
         self.metadata: Metadata = tuple(opening.metadata.items())
         self.answerer = Answerer(line.questions, line.answers, line.bell, resumes=True)
-        self.methods = methods(opening.service)
+        self.methods = methods(opening.service) | transfers(opening.service)
         self.tasks: set[asyncio.Task[None]] = set()
         self.calls: dict[int, asyncio.Task[None]] = {}  # the last one, by its place
         self.held: dict[int, bytes] = {}  # answers that are too long, by number
@@ -272,18 +235,15 @@ class CallsInMemory:
         method = each.methods.get(name)
         if method is None:
             raise HandshakeError(f"a process of this host calls {name!r}: install the same rayzero in every process")
-        contents, room = self._contents(each, question), None
-        if name == "Fetch":
-            *contents, said = contents
-            room = pb.LineRoom.FromString(said)
-        requests = [method.request.FromString(content) for content in contents]
         until = asyncio.get_running_loop().time() + question.timeout_s
+        question = self._whole(each, question)
+        request = method.request.FromString(question.request)
         parcel = self._open_parcel(each, question.parcel) if question.parcel else None
         try:
-            context = LineContext(each, until, None if parcel is None else ParcelStream(parcel, self._pool), room)
+            stream = None if parcel is None else ParcelStream(parcel, self._pool)
+            context = LineContext(each, until, stream, question.room)
             calls = await self._calls(each)
-            asked = _each(requests) if method.client_streaming else requests[0]
-            response = (await calls.answer(each.opening.service, name, asked, context)).SerializeToString()
+            response = (await calls.answer(each.opening.service, name, request, context)).SerializeToString()
         finally:
             if parcel is not None:
                 parcel.close()
@@ -302,13 +262,12 @@ class CallsInMemory:
     def _open_parcel(self, each: _Line, name: str) -> Parcel:
         return Parcel.open(name, each.line.facts, self._lobby.directory)
 
-    def _contents(self, each: _Line, question: pb.LineQuestion) -> Sequence[bytes]:
+    def _whole(self, each: _Line, question: pb.LineQuestion) -> pb.LineQuestion:
         if not question.spilled:
-            return question.requests
+            return question
         parcel = self._open_parcel(each, question.spilled)
         try:
-            number = int.from_bytes(parcel.take(0), "little")
-            return [bytes(parcel.take(place)) for place in range(number)]
+            return pb.LineQuestion.FromString(bytes(parcel.take(0)))
         finally:
             parcel.close()
 
@@ -373,8 +332,3 @@ def _refuse(line: Line) -> None:
     line.end()
     line.bell.ring()
     line.close()
-
-
-async def _each(requests: Sequence[Any]) -> AsyncIterator[Any]:
-    for request in requests:
-        yield request

@@ -13,9 +13,9 @@ transfer. Nothing here waits for a rank, and a slow owner holds no thread.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,7 @@ from rayzero.quantities import count
 from rayzero.security.addresses import host_of
 from rayzero.security.credentials import Identity
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.owner.tensor_port import OwnerStream, ShardDestination, in_thread
+from rayzero.store.owner.streams import OwnerStream, ShardDestination, in_thread
 from rayzero.store.shm.lines import Parcel, room_for
 from rayzero.store.wire.payload import Bytes
 from rayzero.store.wire.rpc import (
@@ -45,15 +45,22 @@ from rayzero.store.wire.rpc import (
     is_broken_link,
     methods,
     open_channel,
-    stream_metadata,
+    transfers,
 )
-from rayzero.store.wire.tensor_stream import StreamEndedError
-from rayzero.store.wire.tensor_streams import LET_THROUGH, Opening, TensorStreams, UnreachedPortError
+from rayzero.store.wire.tensor_stream import MessageCameError, StreamEndedError
+from rayzero.store.wire.tensor_streams import (
+    LET_THROUGH,
+    Opening,
+    TensorStreams,
+    UnreachedPortError,
+    asked,
+    read_answer,
+)
 
 _QUICK_S = 30.0  # deadline of a call that lets a connection be opened
 _SHUT_S = 20.0  # how long an owner that answers calls may let no connection for tensors in; its caller waits longer
-_REASON_S = 5.0  # how long an owner may take to say why it has ended a connection
 _WHY_CHARS = 500  # of why a pipe broke
+_METHODS = transfers(STORE_SERVICE)
 _THREADS = 4  # that move bytes, for 0.1 s at a time, or open connections
 
 
@@ -144,22 +151,10 @@ class Pipe:
         try:
             if method == "Notices":
                 return await self._follow(request, context)
-            if context.parcel_stream is None:
+            if context.stream is None:
                 return await self._call(method, request, context.time_remaining())
-            parcel: Parcel = context.parcel_stream.parcel
-            async with self._connection() as (number, stream):
-                if method == "Fetch":
-                    receive = partial(stream.receive, _landings(request, context.room, parcel))
-                    call = self._call(method, request, context.time_remaining(), stream_metadata(number))
-                    return await self._beside(stream, call, receive)
-                requests = [each async for each in request]
-                pieces = [(shard, parcel.take(shard)) for each in requests for shard in each.shards]
-                call = self._call(method, requests, context.time_remaining(), stream_metadata(number))
-                response = await self._beside(stream, call, partial(stream.send, pieces))
-                if response.announced != len(requests):  # a message was lost as a whole
-                    taken = f"{response.announced} of {count(len(requests), 'unit')}"
-                    raise TransferError(f"{self._peer} took {taken} of a {method}")
-                return response
+            async with self._connection() as stream:
+                return await self._transfer(stream, method, request, context)
         except grpc.RpcError as error:
             if is_broken_link(error, met=self._met):
                 raise self._broken(break_of(error)) from error
@@ -171,8 +166,8 @@ class Pipe:
         self._forget()
         return PipeBrokenError(why[:_WHY_CHARS])
 
-    async def _call(self, method: str, request: Any, timeout_s: float, more: Metadata = ()) -> Any:
-        answer = await self._far.calls[method](request, timeout=timeout_s, metadata=(*self._metadata, *more))
+    async def _call(self, method: str, request: Any, timeout_s: float) -> Any:
+        answer = await self._far.calls[method](request, timeout=timeout_s, metadata=self._metadata)
         if answer is None:  # grpc.aio says no more of an answer that ``unseal`` refuses
             raise self._broken("its answer was damaged")
         return answer
@@ -193,9 +188,9 @@ class Pipe:
     # ---- bytes
 
     @asynccontextmanager
-    async def _connection(self) -> AsyncIterator[tuple[int, OwnerStream]]:
-        """A context with a connection for the bytes of one call, and its number. Transfers over a pipe are few and
-        large, so none is kept open for the next one."""
+    async def _connection(self) -> AsyncIterator[OwnerStream]:
+        """A context with a connection for one transfer. Those over a pipe are few and large, so none is kept open for
+        the next one."""
         loop = asyncio.get_running_loop()
         until = loop.time() + _SHUT_S
         for pause in backoff():
@@ -208,41 +203,38 @@ class Pipe:
             await asyncio.sleep(pause)
         stream = OwnerStream(opened, self._peer, self._pool)
         try:
-            async with stream.transfer():
-                yield opened.number, stream
+            yield stream
+        except StreamEndedError as ended:
+            raise self._broken(str(ended)) from ended
         finally:
             stream.close()
 
     async def _open_connection(self) -> Any:
         caller = caller_of(self._metadata)
-        asked = pb.OpenTensorStreamRequest(rank=None if caller is None else caller[0], host=host_of(self._far.address))
-        answer = await self._call("OpenTensorStream", asked, _QUICK_S)
+        wanted = pb.OpenTensorStreamRequest(rank=None if caller is None else caller[0], host=host_of(self._far.address))
+        answer = await self._call("OpenTensorStream", wanted, _QUICK_S)
         opening = Opening.of(answer, protected=self._far.is_protected)
         streams = TensorStreams(self._far.address, lambda host: opening)
         return await in_thread(self._pool, streams.take, streams.close)
 
-    async def _beside(
-        self, stream: OwnerStream, call: Coroutine[Any, Any, Any], move: Callable[[], Awaitable[None]]
-    ) -> Any:
-        """The answer to a call whose bytes ``move`` moves. Raises what the owner says, also where that has ended the
-        connection, or PipeBrokenError."""
-        answer = asyncio.ensure_future(call)
-        answer.add_done_callback(partial(_end_if_failed, stream))
+    async def _transfer(self, stream: OwnerStream, method: str, request: Any, context: Any) -> Any:
+        """Make a transfer, whose bytes are in its caller's parcel. Raises the owner's error, or StreamEndedError."""
+        parcel: Parcel = context.stream.parcel
+        await stream.say(asked(method, request.SerializeToString(), context.time_remaining()))
         try:
-            await move()
-            return await answer
-        except StreamEndedError as ended:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_REASON_S):
-                    await answer
-            raise self._broken(str(ended)) from ended
-        finally:
-            answer.cancel()  # else the owner would keep memory for bytes that do not come
-
-
-def _end_if_failed(stream: OwnerStream, answer: asyncio.Future[Any]) -> None:
-    if answer.cancelled() or answer.exception() is not None:
-        stream.close()
+            if method == "Fetch":
+                await stream.receive(_landings(request, context.room, parcel))
+            else:
+                await stream.send([(shard, parcel.take(shard)) for unit in request.units for shard in unit.shards])
+        except MessageCameError as came:
+            read_answer(came.content)
+            raise
+        except StreamEndedError:
+            if method != "Fetch":  # the owner says why, perhaps
+                read_answer(await stream.message())
+            raise
+        answer = read_answer(await stream.message(at_any_time=True))
+        return _METHODS[method].response.FromString(answer.response)
 
 
 def _landings(request: pb.FetchRequest, room: pb.LineRoom, parcel: Parcel) -> Iterator[ShardDestination]:

@@ -468,18 +468,21 @@ class MuteResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class LoadRequest(_message.Message):
-    __slots__ = ("unit", "shards")
-    UNIT_FIELD_NUMBER: _ClassVar[int]
-    SHARDS_FIELD_NUMBER: _ClassVar[int]
-    unit: int
-    shards: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, unit: _Optional[int] = ..., shards: _Optional[_Iterable[int]] = ...) -> None: ...
+    __slots__ = ("units",)
+    class Unit(_message.Message):
+        __slots__ = ("unit", "shards")
+        UNIT_FIELD_NUMBER: _ClassVar[int]
+        SHARDS_FIELD_NUMBER: _ClassVar[int]
+        unit: int
+        shards: _containers.RepeatedScalarFieldContainer[int]
+        def __init__(self, unit: _Optional[int] = ..., shards: _Optional[_Iterable[int]] = ...) -> None: ...
+    UNITS_FIELD_NUMBER: _ClassVar[int]
+    units: _containers.RepeatedCompositeFieldContainer[LoadRequest.Unit]
+    def __init__(self, units: _Optional[_Iterable[_Union[LoadRequest.Unit, _Mapping]]] = ...) -> None: ...
 
 class LoadResponse(_message.Message):
-    __slots__ = ("announced",)
-    ANNOUNCED_FIELD_NUMBER: _ClassVar[int]
-    announced: int
-    def __init__(self, announced: _Optional[int] = ...) -> None: ...
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class FetchRequest(_message.Message):
     __slots__ = ("rank", "owner", "shards", "version", "kind", "since")
@@ -502,20 +505,23 @@ class FetchResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class PushRequest(_message.Message):
-    __slots__ = ("contribution", "shards", "format")
-    CONTRIBUTION_FIELD_NUMBER: _ClassVar[int]
-    SHARDS_FIELD_NUMBER: _ClassVar[int]
-    FORMAT_FIELD_NUMBER: _ClassVar[int]
-    contribution: Contribution
-    shards: _containers.RepeatedScalarFieldContainer[int]
-    format: WireFormat
-    def __init__(self, contribution: _Optional[_Union[Contribution, _Mapping]] = ..., shards: _Optional[_Iterable[int]] = ..., format: _Optional[_Union[WireFormat, str]] = ...) -> None: ...
+    __slots__ = ("units",)
+    class Unit(_message.Message):
+        __slots__ = ("contribution", "shards", "format")
+        CONTRIBUTION_FIELD_NUMBER: _ClassVar[int]
+        SHARDS_FIELD_NUMBER: _ClassVar[int]
+        FORMAT_FIELD_NUMBER: _ClassVar[int]
+        contribution: Contribution
+        shards: _containers.RepeatedScalarFieldContainer[int]
+        format: WireFormat
+        def __init__(self, contribution: _Optional[_Union[Contribution, _Mapping]] = ..., shards: _Optional[_Iterable[int]] = ..., format: _Optional[_Union[WireFormat, str]] = ...) -> None: ...
+    UNITS_FIELD_NUMBER: _ClassVar[int]
+    units: _containers.RepeatedCompositeFieldContainer[PushRequest.Unit]
+    def __init__(self, units: _Optional[_Iterable[_Union[PushRequest.Unit, _Mapping]]] = ...) -> None: ...
 
 class PushResponse(_message.Message):
-    __slots__ = ("announced",)
-    ANNOUNCED_FIELD_NUMBER: _ClassVar[int]
-    announced: int
-    def __init__(self, announced: _Optional[int] = ...) -> None: ...
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Write(_message.Message):
     __slots__ = ("version", "unit", "kind", "digest")
@@ -530,22 +536,25 @@ class Write(_message.Message):
     def __init__(self, version: _Optional[int] = ..., unit: _Optional[int] = ..., kind: _Optional[str] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class StageRequest(_message.Message):
-    __slots__ = ("unit", "shards", "version", "kind")
-    UNIT_FIELD_NUMBER: _ClassVar[int]
-    SHARDS_FIELD_NUMBER: _ClassVar[int]
-    VERSION_FIELD_NUMBER: _ClassVar[int]
-    KIND_FIELD_NUMBER: _ClassVar[int]
-    unit: int
-    shards: _containers.RepeatedScalarFieldContainer[int]
-    version: int
-    kind: str
-    def __init__(self, unit: _Optional[int] = ..., shards: _Optional[_Iterable[int]] = ..., version: _Optional[int] = ..., kind: _Optional[str] = ...) -> None: ...
+    __slots__ = ("units",)
+    class Unit(_message.Message):
+        __slots__ = ("unit", "shards", "version", "kind")
+        UNIT_FIELD_NUMBER: _ClassVar[int]
+        SHARDS_FIELD_NUMBER: _ClassVar[int]
+        VERSION_FIELD_NUMBER: _ClassVar[int]
+        KIND_FIELD_NUMBER: _ClassVar[int]
+        unit: int
+        shards: _containers.RepeatedScalarFieldContainer[int]
+        version: int
+        kind: str
+        def __init__(self, unit: _Optional[int] = ..., shards: _Optional[_Iterable[int]] = ..., version: _Optional[int] = ..., kind: _Optional[str] = ...) -> None: ...
+    UNITS_FIELD_NUMBER: _ClassVar[int]
+    units: _containers.RepeatedCompositeFieldContainer[StageRequest.Unit]
+    def __init__(self, units: _Optional[_Iterable[_Union[StageRequest.Unit, _Mapping]]] = ...) -> None: ...
 
 class StageResponse(_message.Message):
-    __slots__ = ("announced",)
-    ANNOUNCED_FIELD_NUMBER: _ClassVar[int]
-    announced: int
-    def __init__(self, announced: _Optional[int] = ...) -> None: ...
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class WriteRequest(_message.Message):
     __slots__ = ("rank", "write", "number", "made")
@@ -806,18 +815,36 @@ class OpenTensorStreamRequest(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., owner: _Optional[int] = ..., host: _Optional[str] = ...) -> None: ...
 
 class OpenTensorStreamResponse(_message.Message):
-    __slots__ = ("number", "port", "ticket", "client_key", "owner_key")
-    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("port", "ticket", "client_key", "owner_key")
     PORT_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
     CLIENT_KEY_FIELD_NUMBER: _ClassVar[int]
     OWNER_KEY_FIELD_NUMBER: _ClassVar[int]
-    number: int
     port: int
     ticket: bytes
     client_key: bytes
     owner_key: bytes
-    def __init__(self, number: _Optional[int] = ..., port: _Optional[int] = ..., ticket: _Optional[bytes] = ..., client_key: _Optional[bytes] = ..., owner_key: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, port: _Optional[int] = ..., ticket: _Optional[bytes] = ..., client_key: _Optional[bytes] = ..., owner_key: _Optional[bytes] = ...) -> None: ...
+
+class TransferQuestion(_message.Message):
+    __slots__ = ("method", "request", "timeout_s")
+    METHOD_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    method: str
+    request: bytes
+    timeout_s: float
+    def __init__(self, method: _Optional[str] = ..., request: _Optional[bytes] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
+class TransferAnswer(_message.Message):
+    __slots__ = ("response", "failure", "more")
+    RESPONSE_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
+    response: bytes
+    failure: Failure
+    more: bool
+    def __init__(self, response: _Optional[bytes] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., more: bool = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("rank", "reason")
@@ -963,18 +990,20 @@ class LineOpening(_message.Message):
     def __init__(self, key: _Optional[bytes] = ..., service: _Optional[str] = ..., metadata: _Optional[_Mapping[str, str]] = ..., process: _Optional[_Union[Process, _Mapping]] = ..., notices: _Optional[_Union[NoticesRequest, _Mapping]] = ..., to: _Optional[str] = ..., peer: _Optional[str] = ..., met: bool = ...) -> None: ...
 
 class LineQuestion(_message.Message):
-    __slots__ = ("requests", "timeout_s", "parcel", "spilled", "rest")
-    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("request", "timeout_s", "parcel", "spilled", "rest", "room")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     PARCEL_FIELD_NUMBER: _ClassVar[int]
     SPILLED_FIELD_NUMBER: _ClassVar[int]
     REST_FIELD_NUMBER: _ClassVar[int]
-    requests: _containers.RepeatedScalarFieldContainer[bytes]
+    ROOM_FIELD_NUMBER: _ClassVar[int]
+    request: bytes
     timeout_s: float
     parcel: str
     spilled: str
     rest: int
-    def __init__(self, requests: _Optional[_Iterable[bytes]] = ..., timeout_s: _Optional[float] = ..., parcel: _Optional[str] = ..., spilled: _Optional[str] = ..., rest: _Optional[int] = ...) -> None: ...
+    room: LineRoom
+    def __init__(self, request: _Optional[bytes] = ..., timeout_s: _Optional[float] = ..., parcel: _Optional[str] = ..., spilled: _Optional[str] = ..., rest: _Optional[int] = ..., room: _Optional[_Union[LineRoom, _Mapping]] = ...) -> None: ...
 
 class LineRoom(_message.Message):
     __slots__ = ("sizes", "records")
