@@ -57,7 +57,7 @@ class OwnerFeed:
 
     def _listen(self) -> None:
         try:
-            for notice in self._channel.messages(self._channel.notices):
+            for notice in self._channel.notices():
                 with self._lock:
                     self._heard.update((each.shard, (each.version, time.monotonic())) for each in notice.published)
                 if notice.HasField("followed"):

@@ -225,7 +225,7 @@ GRPC_REQUESTS = _owner_counter(
 REFUSED = _counter(
     "rayzero_refused_total{door, reason}",
     "Clients that were refused or cut. door owner: calls without the run's token, with a certificate of another "
-    "role, more calls or connections than a caller may have (limit), bodies that do not come (slow). door metrics: no TLS "
+    "role, more calls or connections than it may have (limit), bodies that do not come (slow). door metrics: no TLS "
     "handshake, wrong password, a client that does not read (slow), too many clients (limit), no request (nonsense), "
     "another host's name on loopback (host). door tensors: no ticket in time (slow), a wrong one (ticket), none "
     "(nonsense), too many who owe one (limit).",

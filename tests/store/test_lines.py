@@ -119,7 +119,7 @@ def test_a_call_has_what_one_over_grpc_has(channel: LineChannel, calls: Calls) -
     assert caller_of(context.invocation_metadata()) == (5, 0)
     assert dict(context.invocation_metadata())["rayzero-model"] == "3"
     assert "rayzero-token" not in dict(context.invocation_metadata())
-    assert next(channel.messages(channel.notices)).process.pid == 17
+    assert next(channel.notices()).process.pid == 17
 
 
 def test_a_mistake_of_the_owner_is_an_error_of_the_store(channel: LineChannel, calls: Calls) -> None:
@@ -186,7 +186,7 @@ def test_a_call_without_an_answer_ends_at_its_deadline(channel: LineChannel, cal
 
 def test_the_last_word_comes_before_the_end(slab_dir: Path, calls: Calls) -> None:
     with lobby(slab_dir, calls), closing(channel_to(slab_dir)) as channel:
-        notices = channel.messages(channel.notices)
+        notices = channel.notices()
         assert next(notices).process.pid == 17
         calls.gone.append(StepMismatchError("the run is over"))
         with pytest.raises(StepMismatchError, match="the run is over"):
@@ -251,7 +251,7 @@ with lobby(pathlib.Path(sys.argv[1]), calls):
     with forked(program, slab_dir) as process:
         assert process.said() == "up"
         with closing(channel_to(slab_dir)) as channel:
-            notices = channel.messages(channel.notices)
+            notices = channel.notices()
             assert next(notices).process.pid == 17
             started = channel.start("Describe", pb.DescribeRequest(), WAIT)
             assert process.said() == "asked"
@@ -400,7 +400,7 @@ def test_long_errors_come_whole(slab_dir: Path, calls: Calls, text: str) -> None
         assert channel.answer(channel.start("Describe", pb.DescribeRequest(shard=1), WAIT)).text == "shard 1"
         calls.gone.append(StepMismatchError(text))
         with pytest.raises(StepMismatchError) as raised:
-            list(channel.messages(channel.notices))
+            list(channel.notices())
         assert str(raised.value) == text
 
 
@@ -444,7 +444,7 @@ def test_a_line_ends_that_was_not_taken_in_before_the_lobby_closed(slab_dir: Pat
         served._listener.close()
         channel = channel_to(slab_dir)
     with closing(channel), pytest.raises(BrokenLinkError, match="the owner serves no more"):
-        list(channel.messages(channel.notices))
+        list(channel.notices())
     assert list_slabs(slab_dir) == []
 
 
@@ -462,7 +462,7 @@ def test_a_caller_is_taken_in_later_if_that_fails_now(
 
     monkeypatch.setattr(Lobby, "lines", fails_once)
     with lobby(slab_dir, calls), closing(channel_to(slab_dir)) as channel:
-        assert next(channel.messages(channel.notices)).process.pid == 17
+        assert next(channel.notices()).process.pid == 17
     assert len(tries) > 1
 
 
@@ -483,7 +483,7 @@ with lobby(pathlib.Path(sys.argv[1]), Calls()):
             process.wait(WAIT)
     assert Lobby.find(slab_dir, ADDRESS, TOKEN) is None
     with lobby(slab_dir, calls), closing(channel_to(slab_dir)) as channel:
-        assert next(channel.messages(channel.notices)).process.pid == 17
+        assert next(channel.notices()).process.pid == 17
 
 
 def test_the_lobby_of_a_dead_owner_is_not_found_while_a_process_lives_that_it_forked(slab_dir: Path) -> None:
@@ -510,7 +510,7 @@ with lobby(pathlib.Path(sys.argv[1]), Calls()):
 def test_what_cannot_be_read_breaks_the_line(channel: LineChannel) -> None:
     channel._line.answers.cells()[0].write(b"?")
     with pytest.raises(BrokenLinkError, match="its line could not be read"):
-        list(channel.messages(channel.notices))
+        list(channel.notices())
 
 
 def test_an_owner_of_another_host_is_not_found_in_a_directory_that_both_have(

@@ -40,7 +40,8 @@ from rayzero.store.owner.streams import ShardDestination
 from rayzero.store.owner.tensor_port import TensorPort
 from rayzero.store.remote.handshake import LEASE
 from rayzero.store.shm.lines import Lobby
-from rayzero.store.wire import tensor_streams
+from rayzero.store.wire import grpc_channel, tensor_streams
+from rayzero.store.wire.grpc_channel import GrpcChannel
 from rayzero.store.wire.payload import Assembly, byte_view
 from rayzero.store.wire.rpc import (
     SERVER_OPTIONS,
@@ -50,6 +51,7 @@ from rayzero.store.wire.rpc import (
     epoch_of,
     life_metadata,
     link_of,
+    methods,
     model_of,
     token_matches,
     token_metadata,
@@ -127,6 +129,12 @@ class FarOwner(Calls):
         return pb.LoadResponse()
 
 
+def open_to(address: str) -> list[GrpcChannel]:
+    """The channels of this process to an owner that are not broken."""
+    known = grpc_channel._of_loops[shared_loop().loop]._known
+    return [channel for channel in known.values() if channel.address == address]
+
+
 def pipe_to(directory: Path, to: str, rank: int = 5, met: bool = True) -> LineChannel:
     found = Lobby.find(directory, ADDRESS, TOKEN)
     assert found is not None
@@ -151,7 +159,7 @@ def channel(stack: ExitStack, owner: FarOwner, door: CallsInMemory, slab_dir: Pa
 
 
 def notices_of(channel: LineChannel) -> Iterator[pb.NoticesResponse]:
-    return channel.messages(channel.notices)
+    return channel.notices()
 
 
 # ---- calls and notices
@@ -237,7 +245,25 @@ def test_a_thousand_calls_of_many_ranks_share_one_connection(
     assert len(peers) == 1
     for channel in channels:
         channel.close()
-    until(lambda: not door._pipes._far, what="the channel stays when nobody uses it")
+    until(lambda: not open_to(owner.address), what="the channel stays when nobody uses it")
+
+
+def test_a_door_and_its_ranks_share_one_connection(channel: LineChannel, owner: FarOwner) -> None:
+    peers: set[str] = set()
+
+    async def counted(request: Any, context: Any) -> pb.DescribeResponse:
+        peers.add(context.peer())
+        return await described(request, context)
+
+    owner.answers["Describe"] = counted
+    link = LinkNumber("optimizer 0", 1)
+    metadata = token_metadata(TOKEN, 3, 1)
+    with closing(Channel(Caller.optimizer(0), "optimizer 1", owner.address, link, metadata, None)) as doors:
+        for each in (channel, doors):
+            each.answer(each.start("Describe", pb.DescribeRequest(), WAIT))
+        assert [far.users for far in open_to(owner.address)] == [2]
+    assert len(peers) == 1
+    assert [far.users for far in open_to(owner.address)] == [1]
 
 
 # ---- breaks
@@ -335,15 +361,15 @@ def test_a_damaged_answer_breaks_the_line(
 ) -> None:
     owner.answers["Describe"] = described
     assert next(notices_of(channel)).process.pid == 17
-    (far,) = door._pipes._far.values()
+    (far,) = open_to(owner.address)
 
     async def damaged(*_: Any, **__: Any) -> None:
         return None
 
-    monkeypatch.setitem(far.calls, "Describe", damaged)
+    monkeypatch.setitem(far._bound, methods(STORE_SERVICE)["Describe"].path, damaged)
     with pytest.raises(BrokenLinkError, match="its answer was damaged"):
         channel.answer(channel.start("Describe", pb.DescribeRequest(), WAIT))
-    assert not door._pipes._far, "who comes now gets another channel"
+    assert not open_to(owner.address), "who comes now gets another channel"
 
 
 @pytest.mark.parametrize(("met", "error"), [(True, BrokenLinkError), (False, RayZeroError)])

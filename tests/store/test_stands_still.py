@@ -151,7 +151,7 @@ def test_a_deadline_that_passes_while_the_caller_stands_still_says_nothing_of_th
 
 
 ASKS = """
-    import sys
+    import sys, threading
     from rayzero.errors import RayZeroError
     from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
     from rayzero.store.host.links.channel import Caller
@@ -160,10 +160,15 @@ ASKS = """
     channel = Channel(Caller.rank(0), "optimizer 0", ":".join(sys.argv[1:]), LinkNumber("rank 0", 1), (), None)
     call = channel.start("Describe", pb.DescribeRequest(shard=0), 1.5)
     print("asked", flush=True)
-    try:
-        channel.answer(call)
-    except RayZeroError as error:
-        print(type(error).__name__, flush=True)
+    ended = threading.Event()
+    def answered(call):
+        try:
+            channel.answer(call)
+        except RayZeroError as error:
+            print(type(error).__name__, flush=True)
+        ended.set()
+    call.add_done_callback(answered)  # as links do
+    ended.wait()
     channel.close()
 """
 """A program that asks an owner at an address, within 1.5 seconds, and says what comes of it."""

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,21 +26,19 @@ from rayzero.concurrency.futures import DONE, then
 from rayzero.concurrency.processes import watch_process
 from rayzero.errors import RayZeroError, StoreClosedError, StoreError, TransferError
 from rayzero.protocol.messages import Decision, FileEntry, FinishReport, NormParts, Record, Write
-from rayzero.security.credentials import Identity
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.memory.shared_owner import SharedOwner
 from rayzero.store.traffic import count_reconnect
 from rayzero.store.wire import translate
+from rayzero.store.wire.grpc_channel import GrpcChannel
 from rayzero.store.wire.rpc import (
     OWNER_SERVICE,
     CallTerms,
     LinkNumber,
-    Metadata,
     break_of,
     from_status,
     is_broken_link,
     methods,
-    open_channel,
 )
 from rayzero.store.wire.translate import Once, to_failure
 from rayzero.telemetry.recorder import NullRecorder, Recorder
@@ -70,25 +69,15 @@ _ABORT_S = 3.0  # how long an abort is repeated: an owner that cannot be reached
 # that does not hear of it keeps its ranks waiting until they stall
 
 
+_METHODS = methods(OWNER_SERVICE)
+
+
+@dataclass(frozen=True, slots=True)
 class _Channel:
-    """One channel of the lead's link to an owner. Lives on the event loop."""
+    """One channel of the lead's link to an owner."""
 
-    def __init__(self, address: str, link: LinkNumber, metadata: Metadata, tls: Identity | None) -> None:
-        self.link = link
-        self._metadata = (*metadata, *link.metadata)
-        self._channel = open_channel(address, tls, grpc.aio)
-        self._calls = {name: method.bind(self._channel) for name, method in methods(OWNER_SERVICE).items()}
-
-    async def call(self, method: str, request: Any, timeout_s: float) -> Any:
-        answer = await self._calls[method](request, timeout=timeout_s, metadata=self._metadata)
-        if answer is None:  # grpc.aio says no more of an answer that ``unseal`` refuses
-            nothing = grpc.aio.Metadata()
-            raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, "its answer was damaged", None)
-        return answer
-
-    async def close(self) -> None:
-        """End every call and the connection."""
-        await self._channel.close(None)
+    link: LinkNumber
+    grpc: GrpcChannel
 
 
 class RemotePeer:
@@ -249,7 +238,8 @@ class RemotePeer:
                 return None
             channel = self._channel
             try:
-                answer = await channel.call(method, request, max(0.0, deadline - time.monotonic()))
+                left_s, metadata = max(0.0, deadline - time.monotonic()), (*self._metadata, *channel.link.metadata)
+                answer = await channel.grpc.call(_METHODS[method], request, left_s, metadata)
             except grpc.RpcError as error:
                 if channel is self._channel and not is_broken_link(error, met=self._met):
                     raise from_status(error, self._name) from error
@@ -269,13 +259,13 @@ class RemotePeer:
         raise self._over
 
     async def _open(self, before: LinkNumber) -> _Channel:
-        return _Channel(self._address, before.next(), self._metadata, self._tls)
+        return _Channel(before.next(), GrpcChannel(self._address, self._tls))
 
     async def _reopen(self, broken: _Channel) -> None:
         """Replace a channel, once; its other calls end, and are repeated as this one is."""
         if broken is self._channel and self._over is None:
             self._channel = await self._open(broken.link)
-            await broken.close()
+            await broken.grpc.close()
 
     def _broke(self, channel: _Channel, error: grpc.RpcError, level: int) -> None:
         if channel is self._channel and self._down is None:
@@ -307,4 +297,4 @@ class RemotePeer:
 
     async def _close(self) -> None:
         self._end(StoreClosedError(f"{self._name}: the store was closed"))
-        await self._channel.close()
+        await self._channel.grpc.close()

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import grpc
 
-from rayzero.errors import RayZeroError, StallError, StoreClosedError, TransferError
+from rayzero.concurrency.event_loop import shared_loop
+from rayzero.errors import RayZeroError, StallError, StoreClosedError, StoreError, TransferError
 from rayzero.security.credentials import Identity
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.wire.grpc_channel import GrpcChannel, shared_channels
 from rayzero.store.wire.rpc import (
     FOLLOWER_SERVICE,
     OWNER_SERVICE,
@@ -26,7 +31,6 @@ from rayzero.store.wire.rpc import (
     is_broken_link,
     life_metadata,
     methods,
-    open_channel,
 )
 from rayzero.store.wire.tensor_stream import StreamEndedError
 from rayzero.store.wire.tensor_streams import (
@@ -89,7 +93,8 @@ class NoAnswerError(StallError):
 
 
 class Channel:
-    """One channel of a link, with the stream of the owner's notices. All its calls end when it is closed."""
+    """One channel of a link, with the owner's notices: over a connection that others of this process use, too. All its
+    calls end when it is closed."""
 
     transport = "grpc"
 
@@ -107,34 +112,39 @@ class Channel:
         to the owner before it sends a notice."""
         self.link = link
         self._caller, self.peer = caller, f"{caller.name}, {peer}"
-        self._metadata = (*metadata, *link.metadata)
-        self._channel = open_channel(address, shown)
-        self._is_protected = shown is not None and shown.protects(address)
-        self._calls = {name: method.bind(self._channel) for name, method in methods(caller.service).items()}
-        self._given_up = False
+        self._metadata, self._methods = (*metadata, *link.metadata), methods(caller.service)
+        self._lock, self._given_up = threading.Lock(), False
         self.met = False  # the owner has answered, or it may get a successor
+        self._loop = shared_loop()
+        self._grpc = self._loop.run(_taken(address, shown), QUICK_S)  # freed by: close()
         self._tensors = TensorStreams(address, self._expect)
-        self._deadlines = WeakKeyDictionary[Any, float]()  # of calls, which are their own errors: monotonic seconds
+        self._deadlines = WeakKeyDictionary[Future[Any], float]()  # of calls: monotonic seconds
+        self._heard: SimpleQueue[pb.NoticesResponse | Exception] = SimpleQueue()
         asked = pb.NoticesRequest(ranks=awaited, **caller.signature)
-        self.notices: Any = self._begin(self._calls["Notices"], asked, None)
+        self._following: Future[None] | None = self._loop.submit(self._follow(asked))  # None: closed
 
-    def start(self, method: str, request: Any, timeout_s: float) -> Any:
-        """Start a call that has one answer. Returns grpc's future. Raises BrokenLinkError if the channel is closed."""
-        return self._begin(self._calls[method].future, request, timeout_s)
-
-    def _begin(self, call: Callable[..., Any], request: Any, timeout_s: float | None) -> Any:
+    async def _follow(self, asked: pb.NoticesRequest) -> None:
         try:
-            begun = call(request, timeout=timeout_s, metadata=self._metadata)
-        except (grpc.RpcError, ValueError) as error:  # ValueError: the channel is closed
-            raise self.error(error) from error
-        if timeout_s is not None:
+            async for notice in self._grpc.follow(self._methods["Notices"], asked, self._metadata):
+                self._heard.put(notice)
+            self._heard.put(StoreError(f"{self.peer} stopped"))
+        except grpc.RpcError as error:
+            self._heard.put(error)
+
+    def start(self, method: str, request: Any, timeout_s: float) -> Future[Any]:
+        """Start a call that has one answer; its callbacks run on the event loop. Raises BrokenLinkError if the channel
+        is closed."""
+        with self._lock:
+            if self._given_up:
+                raise BrokenLinkError(f"{self.peer}: the connection was closed")
+            begun = self._loop.submit(self._grpc.call(self._methods[method], request, timeout_s, self._metadata))
             self._deadlines[begun] = time.monotonic() + timeout_s
         return begun
 
     def _expect(self, host: str) -> Opening:
         asked = pb.OpenTensorStreamRequest(host=host, **self._caller.signature)
         answer = self.answer(self.start("OpenTensorStream", asked, QUICK_S))
-        return Opening.of(answer, protected=self._is_protected)
+        return Opening.of(answer, protected=self._grpc.is_protected)
 
     @contextmanager
     def transfer(self, method: str, request: Any, timeout_s: float) -> Iterator[Transfer]:
@@ -150,49 +160,69 @@ class Channel:
         except OverdueError as late:
             raise self._stood_still() if late.stood_still else NoAnswerError(f"{self.peer}: {late}") from None
 
-    def answer(self, started: Any) -> Any:
+    def answer(self, started: Future[Any]) -> Any:
         """The answer to a started call; blocks. Raises the owner's error, or BrokenLinkError."""
         try:
             return started.result()
-        except (grpc.RpcError, grpc.FutureCancelledError) as error:
-            raise self.error(error) from error
+        except (grpc.RpcError, CancelledError) as error:
+            raise self._error(error, self._deadlines.get(started, math.inf)) from error
 
-    def messages(self, stream: Any) -> Iterator[Any]:
-        """The answers to a stream. A reader that stops early cancels it. Raises as ``answer`` does."""
-        try:
-            yield from stream
-        except grpc.RpcError as error:
-            raise self.error(error) from error
-        finally:
-            stream.cancel()  # no effect on a stream that has ended
+    def notices(self) -> Iterator[pb.NoticesResponse]:
+        """The notices. Raises as ``answer`` does at their end."""
+        while True:
+            heard = self._heard.get()
+            if isinstance(heard, RayZeroError):
+                raise heard
+            if isinstance(heard, Exception):
+                raise self._error(heard) from heard
+            yield heard
 
-    def error(self, error: Exception) -> RayZeroError:
-        """The RayZeroError of a failed call."""
-        cancelled = not isinstance(error, grpc.RpcError) or error.code() is grpc.StatusCode.CANCELLED
-        if cancelled and (self._given_up or isinstance(error, ValueError)):
-            return BrokenLinkError(f"{self.peer}: the connection was closed")
-        if not isinstance(error, grpc.RpcError):
+    def _error(self, error: Exception, until: float = math.inf) -> RayZeroError:
+        """The RayZeroError of a failed call. ``until``: its deadline, on the monotonic clock."""
+        if not isinstance(error, grpc.RpcError) or error.code() is grpc.StatusCode.CANCELLED:
+            if self._given_up:
+                return BrokenLinkError(f"{self.peer}: the connection was closed")
             return StoreClosedError(f"{self.peer}: the call was ended")
         if is_broken_link(error, met=self.met):
+            self._loop.loop.call_soon_threadsafe(self._forget)
             broken = BrokenLinkError(str(from_status(error, self.peer)))
             broken.__cause__ = error
             return broken
         if gave_no_answer(error):
-            if time.monotonic() > self._deadlines.get(error, math.inf) + _LATE_S:
+            if time.monotonic() > until + _LATE_S:
                 return self._stood_still()
             return NoAnswerError(str(from_status(error, self.peer)))
         return from_status(error, self.peer)
+
+    def _forget(self) -> None:
+        shared_channels().forget(self._grpc)
 
     def _stood_still(self) -> BrokenLinkError:
         return BrokenLinkError(f"{self.peer}: this process stood still while it waited for an answer")
 
     def give_up(self) -> None:
         """End the notices, so that the link's thread closes the channel; does not block."""
-        self._given_up = True
-        self.notices.cancel()
+        with self._lock:
+            self._given_up = True
+            following = self._following
+        if following is not None:
+            following.cancel()
+        self._heard.put(CancelledError())
 
     def close(self) -> None:
-        """End every call and the connection; waits until all callbacks of calls have run. Idempotent."""
-        self._given_up = True
+        """End every call; waits until all callbacks of calls have run. Not on the event loop. Idempotent."""
+        self.give_up()
         self._tensors.close()
-        self._channel.close()
+        for call in list(self._deadlines):
+            call.cancel()  # no effect on one that has ended
+        with self._lock:
+            following, self._following = self._following, None  # which keeps gRPC's call, and that the connection
+        if following is not None:
+            self._loop.run(self._leave(), QUICK_S)
+
+    async def _leave(self) -> None:
+        shared_channels().leave(self._grpc)
+
+
+async def _taken(address: str, shown: Identity | None) -> GrpcChannel:
+    return shared_channels().take(address, shown)

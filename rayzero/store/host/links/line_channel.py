@@ -90,7 +90,7 @@ class LineChannel:
             peer=self.peer,
             met=met,
         )
-        self.notices: SimpleQueue[pb.NoticesResponse | RayZeroError] = SimpleQueue()
+        self._told: SimpleQueue[pb.NoticesResponse | RayZeroError] = SimpleQueue()
         self._lock = threading.Lock()
         self._open: set[_Call] = set()
         self._waiting: deque[_Call] = deque()  # for a free place
@@ -275,7 +275,7 @@ class LineChannel:
                 self._over(call, NoAnswerError(f"{self.peer}: no answer in time"))
 
     def _tell(self, notice: pb.NoticesResponse | RayZeroError) -> None:
-        self.notices.put(notice)
+        self._told.put(notice)
         with self._lock:
             if self._wake >= 0:
                 os.eventfd_write(self._wake, 1)
@@ -294,7 +294,7 @@ class LineChannel:
         for call in open_now:
             self._over(call, error)
 
-    def messages(self, notices: SimpleQueue[pb.NoticesResponse | RayZeroError]) -> Iterator[pb.NoticesResponse]:
+    def notices(self) -> Iterator[pb.NoticesResponse]:
         """The notices. Raises BrokenLinkError at their end; that of the process at the other end is seen at once."""
         waiting, seen = select.poll(), None if self._seen is None else self._seen.file
         waiting.register(self._wake, select.POLLIN)
@@ -304,7 +304,7 @@ class LineChannel:
             if seen in [file for file, _ in waiting.poll()]:
                 self._end(self._died)
             for _ in range(os.eventfd_read(self._wake)):
-                notice = notices.get()
+                notice = self._told.get()
                 if isinstance(notice, RayZeroError):
                     raise notice
                 yield notice

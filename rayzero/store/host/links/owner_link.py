@@ -158,7 +158,7 @@ class OwnerLink:
             if self._end is not None:
                 channel.give_up()
         try:
-            for notice in channel.messages(channel.notices):
+            for notice in channel.notices():
                 if notice.HasField("process"):
                     self._see(translate.process_from_pb(notice.process))
                     self._meet(channel)

@@ -26,7 +26,7 @@ from rayzero.errors import HandshakeError, RayZeroError, StoreError, TransferErr
 from rayzero.security.credentials import Identity
 from rayzero.security.refusals import Refusals
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.owner.entrances.pipes import Pipe, PipeBrokenError, Pipes
+from rayzero.store.owner.entrances.pipes import Pipe, PipeBrokenError
 from rayzero.store.owner.handlers import FindModel, ModelCalls
 from rayzero.store.owner.streams import ParcelStream
 from rayzero.store.shm.lines import ANSWER_BYTES, Line, Lobby, Parcel
@@ -111,8 +111,9 @@ class CallsInMemory:
         self._find, self._key, self._loop = find, key_digest(token), shared_loop()
         self._refusals, self._numbers = Refusals("owner", recorder), count(1)
         self._lines: set[_Line] = set()
-        self._pipes = Pipes(token, tls)
-        self._pool = ThreadPoolExecutor(2, "rayzero-owner-parcels", initializer=use_torch_threads, initargs=(1,))
+        self._token, self._tls = token, tls
+        self._pool = _threads(2, "parcels")  # copy shards. freed by: close()
+        self._for_pipes = _threads(4, "pipes")  # move bytes, or open connections. freed by: close()
         self._lobby = Lobby.make(directory, address, token, lineage, this_process())  # freed by: close()
         self._came = False  # a line may wait
         self._listener = Listener(self._lobby.bell, self._look, f"lobby of {address}")
@@ -159,7 +160,7 @@ class CallsInMemory:
         process = translate.process_from_pb(each.opening.process)
         each.unwatch = watch_process(process, partial(self._drop, each))
         if each.opening.to:
-            each.pipe = self._pipes.open(each.opening)
+            each.pipe = Pipe(each.opening, self._token, self._tls, self._for_pipes)
         self._run(each, self._notify(each))
 
     def _look_after(self, each: _Line) -> None:
@@ -315,8 +316,8 @@ class CallsInMemory:
             for line in self._lobby.lines():
                 _refuse(line)
         self._loop.run(self._end(timeout_s / 2), timeout_s)
-        self._pool.shutdown(wait=True)
-        self._pipes.close()
+        for pool in (self._pool, self._for_pipes):
+            pool.shutdown(wait=True)
 
     async def _end(self, grace_s: float) -> None:
         tasks = [task for each in self._lines for task in each.tasks]
@@ -325,7 +326,10 @@ class CallsInMemory:
         for each in list(self._lines):
             self._drop(each)
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._pipes.end()
+
+
+def _threads(count: int, what: str) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(count, f"rayzero-owner-{what}", initializer=use_torch_threads, initargs=(1,))
 
 
 def _refuse(line: Line) -> None:

@@ -1,4 +1,4 @@
-"""Makes calls of this host's ranks to owners on other hosts, over one gRPC channel to each that all ranks share.
+"""Makes calls of this host's ranks to owners on other hosts, over one gRPC channel to each, which is the door's, too.
 
 [Note: a pipe] A rank whose gradients leave its host in sums opens no connection: its line to an owner on another host
 ends at an optimizer actor of its own host, which makes each call there with the rank's own metadata. So the owner sees
@@ -13,7 +13,7 @@ transfer. Nothing here waits for a rank, and a slow owner holds no thread.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
@@ -25,7 +25,6 @@ import torch
 
 from rayzero.codecs.record import used_bytes
 from rayzero.concurrency.backoff import backoff
-from rayzero.concurrency.threads import use_torch_threads
 from rayzero.errors import StoreError, TransferError
 from rayzero.quantities import count
 from rayzero.security.addresses import host_of
@@ -33,18 +32,17 @@ from rayzero.security.credentials import Identity
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.streams import OwnerStream, ShardDestination, in_thread
 from rayzero.store.shm.lines import Parcel, room_for
+from rayzero.store.wire.grpc_channel import shared_channels
 from rayzero.store.wire.payload import Bytes
 from rayzero.store.wire.rpc import (
     STORE_SERVICE,
     TOKEN_KEY,
-    Metadata,
     break_of,
     caller_of,
     from_status,
     gave_no_answer,
     is_broken_link,
     methods,
-    open_channel,
     transfers,
 )
 from rayzero.store.wire.tensor_stream import MessageCameError, StreamEndedError
@@ -60,71 +58,11 @@ from rayzero.store.wire.tensor_streams import (
 _QUICK_S = 30.0  # deadline of a call that lets a connection be opened
 _SHUT_S = 20.0  # how long an owner that answers calls may let no connection for tensors in; its caller waits longer
 _WHY_CHARS = 500  # of why a pipe broke
-_METHODS = transfers(STORE_SERVICE)
-_THREADS = 4  # that move bytes, for 0.1 s at a time, or open connections
+_CALLS, _TRANSFERS = methods(STORE_SERVICE), transfers(STORE_SERVICE)
 
 
 class PipeBrokenError(Exception):
     """A call or its answer did not get through: its caller repeats it over another line."""
-
-
-class _Far:
-    """The channel to one owner on another host. Lives on the event loop."""
-
-    def __init__(self, address: str, shown: Identity | None) -> None:
-        self.address, self.users = address, 0
-        self.is_protected = shown is not None and shown.protects(address)
-        self._channel = open_channel(address, shown, grpc.aio)
-        self.calls = {name: method.bind(self._channel) for name, method in methods(STORE_SERVICE).items()}
-
-    async def close(self) -> None:
-        """End the connection."""
-        await self._channel.close(None)
-
-
-class Pipes:
-    """The channels to owners on other hosts that lines end at; each lasts as long as lines use it.
-
-    Knows addresses; not calls, ranks or models. Lives on the event loop, ``close`` apart."""
-
-    def __init__(self, token: str, shown: Identity | None) -> None:
-        """``shown``: to owners at addresses that it protects; None: no TLS."""
-        self._token, self._shown = token, shown
-        self._far: dict[str, _Far] = {}  # by address, those that are not broken
-        self._closing: set[asyncio.Task[None]] = set()
-        self._pool = ThreadPoolExecutor(
-            _THREADS, "rayzero-owner-pipes", initializer=use_torch_threads, initargs=(1,)
-        )  # freed by: close()
-
-    def open(self, opening: pb.LineOpening) -> Pipe:
-        """A pipe to where a line's caller says. Freed by: ``Pipe.close``."""
-        far = self._far.get(opening.to)
-        if far is None:
-            far = self._far[opening.to] = _Far(opening.to, self._shown)
-        far.users += 1
-        metadata = ((TOKEN_KEY, self._token), *opening.metadata.items())
-        return Pipe(far, opening, metadata, self._pool, partial(self._leave, far), partial(self._forget, far))
-
-    def _forget(self, far: _Far) -> None:
-        """It is broken: who comes now gets another one."""
-        if self._far.get(far.address) is far:
-            del self._far[far.address]
-
-    def _leave(self, far: _Far) -> None:
-        far.users -= 1
-        if not far.users:
-            self._forget(far)
-            task = asyncio.get_running_loop().create_task(far.close())
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
-
-    async def end(self) -> None:
-        """Wait until the channels of closed pipes have ended."""
-        await asyncio.gather(*self._closing, return_exceptions=True)
-
-    def close(self) -> None:
-        """End the threads, after ``end``. Off the event loop."""
-        self._pool.shutdown(wait=True)
 
 
 class Pipe:
@@ -132,19 +70,16 @@ class Pipe:
 
     Knows messages and bytes; not what is called."""
 
-    def __init__(
-        self,
-        far: _Far,
-        opening: pb.LineOpening,
-        metadata: Metadata,
-        pool: ThreadPoolExecutor,
-        close: Callable[[], None],
-        forget: Callable[[], None],
-    ) -> None:
-        """``close``: called once its line is over. ``forget``: called when the channel is broken."""
-        self._far, self._peer, self._met = far, opening.peer, opening.met
-        self._metadata, self._pool = metadata, pool
-        self.close, self._forget = close, forget
+    def __init__(self, opening: pb.LineOpening, token: str, shown: Identity | None, pool: ThreadPoolExecutor) -> None:
+        """``shown``: to owners at addresses that it protects; None: no TLS. ``pool``: moves bytes, for 0.1 s at a time.
+        Freed by: close()."""
+        self._far = shared_channels().take(opening.to, shown)
+        self._peer, self._met, self._pool = opening.peer, opening.met, pool
+        self._metadata = ((TOKEN_KEY, token), *opening.metadata.items())
+
+    def close(self) -> None:
+        """Its line is over."""
+        shared_channels().leave(self._far)
 
     async def answer(self, service: str, method: str, request: Any, context: Any) -> Any:
         """Make a call; see ``ModelCalls.answer``. Raises the owner's error, or PipeBrokenError."""
@@ -163,26 +98,17 @@ class Pipe:
             raise from_status(error, self._peer) from error
 
     def _broken(self, why: str) -> PipeBrokenError:
-        self._forget()
+        shared_channels().forget(self._far)
         return PipeBrokenError(why[:_WHY_CHARS])
 
     async def _call(self, method: str, request: Any, timeout_s: float) -> Any:
-        answer = await self._far.calls[method](request, timeout=timeout_s, metadata=self._metadata)
-        if answer is None:  # grpc.aio says no more of an answer that ``unseal`` refuses
-            raise self._broken("its answer was damaged")
-        return answer
+        return await self._far.call(_CALLS[method], request, timeout_s, self._metadata)
 
     async def _follow(self, request: pb.NoticesRequest, context: Any) -> None:
         """Pass on what the owner says unasked, until it says no more."""
-        stream = self._far.calls["Notices"](request, metadata=self._metadata)
-        try:
-            async for notice in stream:
-                if notice is None:
-                    raise self._broken("its notice was damaged")
-                self._met = True
-                await context.write(notice)
-        finally:
-            stream.cancel()  # no effect on a stream that has ended
+        async for notice in self._far.follow(_CALLS["Notices"], request, self._metadata):
+            self._met = True
+            await context.write(notice)
         raise StoreError(f"{self._peer} stopped")
 
     # ---- bytes
@@ -234,7 +160,7 @@ class Pipe:
                 read_answer(await stream.message())
             raise
         answer = read_answer(await stream.message(at_any_time=True))
-        return _METHODS[method].response.FromString(answer.response)
+        return _TRANSFERS[method].response.FromString(answer.response)
 
 
 def _landings(request: pb.FetchRequest, room: pb.LineRoom, parcel: Parcel) -> Iterator[ShardDestination]:
