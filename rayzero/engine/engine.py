@@ -20,13 +20,13 @@ from rayzero.activations.offload import ActivationOffload
 from rayzero.config import ZeroConfig
 from rayzero.engine.autograd.gradients import GradientCollector, GradientSums, TrainedSlots
 from rayzero.engine.autograd.handles import SavedWeights
-from rayzero.engine.autograd.hooks import PassTimes, UnitCalls
+from rayzero.engine.autograd.hooks import UnitCalls
 from rayzero.engine.autograd.touch import Unfrozen
-from rayzero.engine.engine_memory import EngineMemory, HeapPeak, MemoryStrategy, make_strategy
+from rayzero.engine.engine_memory import HEAP_STEPS, EngineMemory, MemoryStrategy, make_strategy
 from rayzero.engine.private_torch import graph_task_id, saved_tensor_hooks_allowed
 from rayzero.engine.rank_products import RankProducts
 from rayzero.engine.rank_step import RankStep
-from rayzero.engine.step_clock import LoopMoments
+from rayzero.engine.step_clock import LoopMoments, PassTimes
 from rayzero.engine.units.param_unit import ParamUnit
 from rayzero.engine.units.residency import Residency, stays_up
 from rayzero.engine.units.schedule import Phase
@@ -81,7 +81,7 @@ class Engine:
         self._recorder = recorder
         self.since = Since(measured)  # counts of the rank, for stats()
         self.clock = step.clock
-        self.passes = PassTimes(len(layout.units), step.clock, recorder.spans)
+        self.passes = PassTimes(layout.units, step.clock, recorder.spans)
         self._unwatch: list[End] = []
         self._overlaps = (
             config.overlap == "forward"
@@ -98,7 +98,7 @@ class Engine:
         self._trains_in = current_thread()  # the last thread that began a forward or a step
         self.loading = StateDictLoad()
         self.resident = stays_up(layout, config)  # decided once: a recomputation must save what its forward saved
-        self._heap = HeapPeak(step.step if self.device.type == "cpu" and not number else None)
+        self._heap_until = step.step + HEAP_STEPS if self.device.type == "cpu" and not number else 0
         self.activations: ActivationOffload | None = None  # set by prepare if the config asks for it
         self.memory: EngineMemory
         self.strategy: MemoryStrategy
@@ -135,7 +135,7 @@ class Engine:
         self.saved = SavedWeights(weights, self, cache)
         self.unfrozen = Unfrozen(units)
         self.registered = Registered(self.model, units)
-        self.memory = EngineMemory(self.device, self.residency, self.transfers, self._heap, self._recorder)
+        self.memory = EngineMemory(self.device, self.residency, self.transfers, self._recorder)
         self.strategy = make_strategy(self.config, self.memory, cache, self._recorder, resident=self.resident)
         self._unwatch += [self._recorder.watch(source) for source in (self.cache.readings, self.memory.readings)]
         self.collector.watch([(self.units[i], slots) for i, slots in self.trained.of_unit.items()])
@@ -190,7 +190,7 @@ class Engine:
 
     @outside_modes
     def close_units(self, units: Sequence[ParamUnit], pushed_hooks: bool) -> None:
-        self.passes.closed(units, self._in_forward)
+        self.passes.closed([unit.index for unit in units], self._in_forward)
         if pushed_hooks:
             self.saved.pop()
         for unit in units:
@@ -207,7 +207,6 @@ class Engine:
         them, because it restores its thread's state after every node."""
         backward = self.collector.in_backward()
         if backward:
-            self.clock.enter("backward")
             self.passes.begin_backward()
             if torch.is_grad_enabled():
                 self._push_hooks()
@@ -276,16 +275,20 @@ class Engine:
     def end_forward(self) -> None:
         self._in_forward = False
         self.passes.end_forward()
-        self._heap.look(self.step_state.step)
+        self._sample_heap()
         self.strategy.look()
         self.cache.prefetch()
         if not torch.is_grad_enabled():
             self.clock.enter("data")
 
+    def _sample_heap(self) -> None:
+        """Memory is high at the end of a forward, and when a unit's gradients are complete."""
+        if self.step_state.step < self._heap_until:
+            self.memory.sample_heap()
+
     def backward_over(self, nested: bool) -> None:
         """See ``GradientEvents``."""
         if not nested:
-            self.clock.enter("data")
             self.passes.end_backward()
             self._backwards += 1
             self.cache.backward_over(self._more_backwards)
@@ -301,9 +304,8 @@ class Engine:
 
     def completed(self, unit: ParamUnit) -> None:
         """See ``GradientEvents``: push the unit's gradients, or sum them on the device."""
-        self.clock.enter("backward")
-        self.passes.completed(unit)
-        self._heap.look(self.step_state.step)
+        self.passes.completed(unit.index)
+        self._sample_heap()
         grads = unit.take_grads(self.trained.of_unit[unit.index])
         if all(grad is None for grad in grads):
             return

@@ -195,27 +195,12 @@ ACTIONS = ("garbage", "units", "buffers", "malloc", "device", "prefetch", "activ
 activations leave the device."""
 
 _WORTH = 0.01  # of a process's resident bytes: freeing less is not worth a collection, which takes 0.2 to 0.8 s
-_STEPS = 3  # later steps are like them, and mallinfo2 takes up to a millisecond on a large heap
+HEAP_STEPS = 3  # in which the heap is sampled: later ones are like them, and it takes up to a millisecond
 _ALLOCATOR = {
     "allocated": "allocated_bytes.all.current",
     "reserved": "reserved_bytes.all.current",
     "peak_active": "active_bytes.all.peak",
 }
-
-
-class HeapPeak:
-    """Reads malloc's statistics when memory is high: at the end of a forward, and when a unit's gradients are
-    complete."""
-
-    def __init__(self, first_step: int | None) -> None:
-        """``first_step``: the first step that this rank takes; None: never sample."""
-        self._end = 0 if first_step is None else first_step + _STEPS
-        self.peak = 0  # bytes; 0: not sampled yet
-
-    def look(self, step: int) -> None:
-        """Sample now, during ``step``."""
-        if step < self._end and (use := heap_use()) is not None:
-            self.peak = max(self.peak, use.used)
 
 
 class EngineMemory:
@@ -228,12 +213,11 @@ class EngineMemory:
         device: torch.device,
         residency: Residency,
         transfers: UnitTransfers,
-        heap: HeapPeak,
         recorder: Recorder,
     ) -> None:
         """``device``: the one that the rank computes on."""
-        self.device, self._residency, self._transfers, self._heap = device, residency, transfers, heap
-        self._recorder = recorder
+        self.device, self._residency, self._transfers, self._recorder = device, residency, transfers, recorder
+        self._heap_peak = 0  # bytes; 0: not sampled yet
         self.freed: dict[str, Freed] = {}  # by action, since the start or the last reset of stats
         for action in ACTIONS:
             self._record(action, Freed(bytes=0))
@@ -243,14 +227,18 @@ class EngineMemory:
         """Whether some units are gathered into buffers of this rank, not read from the owners' memory."""
         return self._residency.has_buffers
 
+    def sample_heap(self) -> None:
+        """Memory is high: read malloc's statistics."""
+        self._heap_peak = max(self._heap_peak, _heap_used() or 0)
+
     def readings(self) -> Iterator[Reading]:
         """Bytes of gathered parameters and of gradients in flight, and what the device's allocator reports."""
         on_gpu = self.device.type == "cuda"
         held = {("param", "gpu" if on_gpu else "ram"): self._residency.allocated, **self._transfers.allocated()}
         for (kind, tier), size in held.items():
             yield Reading(MEMORY_BYTES, size, {"kind": kind, "tier": tier})
-        if self._heap.peak:
-            yield Reading(HEAP_BYTES, self._heap.peak, {"kind": "peak"})
+        if self._heap_peak:
+            yield Reading(HEAP_BYTES, self._heap_peak, {"kind": "peak"})
         if on_gpu:
             yield Reading(PINNED_BYTES, locked_bytes(), {})
             yield from _allocator(self.device)

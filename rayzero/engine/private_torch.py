@@ -136,10 +136,8 @@ graph_task_id: Callable[[], int] = _C._current_graph_task_id
 will_execute: Callable[[Any], bool] = _C._will_engine_execute_node
 """Whether the running backward will reach an AccumulateGrad node. Only inside one of its hooks."""
 
-
-def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Run ``callback`` when the running backward has ended (not after an exception)."""
-    _engine.queue_callback(callback)
+at_end_of_backward: Callable[[Callable[[], None]], None] = _engine.queue_callback
+"""Run a callback when the running backward has ended (not after an exception)."""
 
 
 def saved_tensor_hooks_below() -> tuple[PackHook, UnpackHook] | None:

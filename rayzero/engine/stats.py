@@ -1,8 +1,8 @@
 """``rayzero.stats``: what a rank has measured of a prepared model, read where its engine has it.
 
-Nothing is measured twice for it: phases and waits are in ``step_clock.py``, passes by unit in
-``autograd/hooks.py``, copies in ``units/unit_cache.py`` and ``rank_step.py``, readings and advice in
-``memory/pressure.py`` and ``engine/engine_memory.py``.
+Nothing is measured twice for it: phases, waits and passes by unit are in ``step_clock.py``, copies in
+``units/unit_cache.py`` and ``rank_step.py``, readings and advice in ``memory/pressure.py`` and
+``engine/engine_memory.py``.
 """
 
 from __future__ import annotations

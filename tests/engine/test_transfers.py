@@ -27,6 +27,7 @@ from rayzero.memory.pool import Buffer, BufferPool, MemoryBudget, buffer_bytes
 from rayzero.protocol.messages import Contribution
 from rayzero.protocol.store import ParameterStore
 from tests.cuda_driver import OURS, Driver, driver
+from tests.support.waiting import until
 
 from .models import Net, fit, oracle, same_bits, seeded, tight
 
@@ -184,8 +185,8 @@ def test_staging_is_page_locked_for_the_device_of_the_lane(driver: Driver) -> No
     carried.fetch(unit, 0, buffer, published=published, held=None, ahead=False).wait()
     assert list(driver.registered.values()) == [buffer_bytes(unit.size_bytes)]
     lane.drain("in")
-    until = time.monotonic() + 20
-    while len(driver.events) < 3 and time.monotonic() < until:  # the fetching thread may still be giving it back
+    deadline = time.monotonic() + 20
+    while len(driver.events) < 3 and time.monotonic() < deadline:  # the fetching thread may still be giving it back
         carried.trim()
     assert driver.events[1:] == [("synchronize", OURS.index), ("unregister", buffer_bytes(unit.size_bytes))]
     assert ("staging", "pinned") in carried.allocated()
@@ -208,12 +209,11 @@ def test_a_backward_faster_than_the_copies_keeps_the_gradients_of_two_units_and_
     """Were there no end to those that wait for their copy, a slow link would keep the whole model's on the device."""
     unit = large_unit(bias=bias)
     store, held = store_of(torch.zeros(unit.numel)), ["out"]
-    lane = held_up(held)
-    monkeypatch.setattr("rayzero.engine.units.transfers.ThreadLane", lambda: lane)
     if on_device:
         carried: UnitTransfers = device_transfers(store, held_up(held), [unit], pinned=False)
     else:
         carried = make_transfers(store, torch.device("cpu"), [unit], pinned=False)
+        carried._thread.submit(until, lambda: not held)
 
     def push(seq: int) -> Future[None] | None:
         contribution = Contribution(step=1, attempt=0, rank=0, unit=unit.index, seq=seq, presence=b"\x03")
