@@ -7,7 +7,7 @@ weight) and ``touched`` (any other operation). They run on the computing thread;
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,8 +21,8 @@ from rayzero.config import ZeroConfig
 from rayzero.engine.autograd.gradients import GradientCollector, GradientSums, TrainedSlots
 from rayzero.engine.autograd.handles import SavedWeights
 from rayzero.engine.autograd.hooks import UnitCalls
-from rayzero.engine.autograd.touch import Unfrozen
-from rayzero.engine.engine_memory import HEAP_STEPS, EngineMemory, MemoryStrategy, make_strategy
+from rayzero.engine.autograd.touch import Unfrozen, guard_for
+from rayzero.engine.engine_memory import HEAP_STEPS, EngineMemory, MemoryStrategy
 from rayzero.engine.private_torch import graph_task_id, saved_tensor_hooks_allowed
 from rayzero.engine.rank_products import RankProducts
 from rayzero.engine.rank_step import RankStep
@@ -38,9 +38,7 @@ from rayzero.layout.model_layout import ModelLayout
 from rayzero.modes import outside_modes
 from rayzero.protocol.messages import GROUP, CheckpointInfo, FileEntry, Hyper, MeanInput, group_number
 from rayzero.telemetry.names import LEARNING_RATE
-from rayzero.telemetry.recorder import End, Recorder, Since
-
-Observer = Callable[[str, str], None]  # verb, unit name: what happens, in order
+from rayzero.telemetry.recorder import Recorder, Since
 
 
 class Engine:
@@ -54,6 +52,9 @@ class Engine:
         self,
         model: nn.Module,
         layout: ModelLayout,
+        units: Sequence[ParamUnit],
+        groups: Sequence[Sequence[int]],
+        root: Sequence[int],
         *,
         step: RankStep,
         transfers: UnitTransfers,
@@ -63,10 +64,12 @@ class Engine:
         measured: Recorder,
         number: int = 0,
     ) -> None:
-        """``recorder``: of this model. ``measured``: of the rank, with all of its models. ``number``: the prepared
-        model's in its run."""
+        """``units``: at the version that is the open step's number. ``groups``: [unit][slot] -> parameter group, < 0
+        for none. ``root``: units of the root module. ``recorder``: of this model. ``measured``: of the rank, with all
+        of its models. ``number``: the prepared model's in its run."""
         self.model = model
         self.layout = layout
+        self.units = list(units)
         self.rank = step.rank
         self.number = number
         self.store = transfers.store
@@ -74,7 +77,6 @@ class Engine:
         self.config = config
         self.residency = residency
         self.device = residency.device
-        self.observers: list[Observer] = []
         self.made_at = time.monotonic()
         self.stepped_at = 0.0  # on the same clock; 0.0: not yet
         self.transfers = transfers
@@ -82,14 +84,11 @@ class Engine:
         self.since = Since(measured)  # counts of the rank, for stats()
         self.clock = step.clock
         self.passes = PassTimes(layout.units, step.clock, recorder.spans)
-        self._unwatch: list[End] = []
         self._overlaps = (
             config.overlap == "forward"
             and config.overlap_computation
             and not transfers.owners_share_cores  # they would take them from the next forward
         )
-        self.collector = GradientCollector(self)
-        self.units: list[ParamUnit] = []
         self.calls: list[UnitCalls] = []
         self._sums = GradientSums()  # offload_grads=False
         self._backwards = 0  # graph tasks that pushed since the last step
@@ -100,54 +99,38 @@ class Engine:
         self.resident = stays_up(layout, config)  # decided once: a recomputation must save what its forward saved
         self._heap_until = step.step + HEAP_STEPS if self.device.type == "cpu" and not number else 0
         self.activations: ActivationOffload | None = None  # set by prepare if the config asks for it
-        self.memory: EngineMemory
-        self.strategy: MemoryStrategy
-        self.trained: TrainedSlots
-        self.cache: UnitCache
-        self.values: UnitValues
-        self.saved: SavedWeights
-        self.unfrozen: Unfrozen
-        self.registered: Registered
         self.products: RankProducts | None = None  # freed by: close()
         self.loop: LoopMoments | None = None  # of the model whose steps are the loop's
-
-    def adopt(self, units: Sequence[ParamUnit], root: Sequence[int], groups: Sequence[Sequence[int]]) -> None:
-        """Take charge of the units, at the version that is the open step's number. ``root``: units of the root module;
-        ``groups``: [unit][slot] -> parameter group, < 0 for none."""
-        self.units = list(units)
         self.trained = TrainedSlots(self.units, groups)
         self.cache = UnitCache(
             self.units,
             root,
             self.trained.of_unit,
-            step=self.step_state,
-            transfers=self.transfers,
-            residency=self.residency,
-            config=self.config,
-            recorder=self._recorder,
-            note=self._note,
+            step=step,
+            transfers=transfers,
+            residency=residency,
+            config=config,
+            recorder=recorder,
         )
         weights = {key: (unit, i) for unit in units for i, key in enumerate(unit.keys)}
         for unit in units:
             unit.slots = weights
-        cache = self.cache
-        self.values = UnitValues(self.store, cache)
-        self.saved = SavedWeights(weights, self, cache)
+            guard_for(unit, self)
+        self.values = UnitValues(self.store, self.cache)
+        self.saved = SavedWeights(weights, self, self.cache)
         self.unfrozen = Unfrozen(units)
-        self.registered = Registered(self.model, units)
-        self.memory = EngineMemory(self.device, self.residency, self.transfers, self._recorder)
-        self.strategy = make_strategy(self.config, self.memory, cache, self._recorder, resident=self.resident)
-        self._unwatch += [self._recorder.watch(source) for source in (self.cache.readings, self.memory.readings)]
+        self.registered = Registered(model, units)
+        self.memory = EngineMemory(self.device, residency, transfers, recorder)
+        gathers = residency.has_buffers and not self.resident  # else autograd saves the Parameters themselves
+        self.strategy = MemoryStrategy(config, self.memory, self.cache, recorder, gathers=gathers)
+        self._unwatch = [recorder.watch(source) for source in (self.cache.readings, self.memory.readings)]
+        self.collector = GradientCollector(self)
         self.collector.watch([(self.units[i], slots) for i, slots in self.trained.of_unit.items()])
 
     @property
     def version(self) -> int:
         """The published version that units are read at; it equals the number of committed steps."""
         return self.cache.version
-
-    def _note(self, verb: str, unit: str = "") -> None:
-        for observer in self.observers:
-            observer(verb, unit)
 
     # ---- the four calls
 
@@ -230,24 +213,19 @@ class Engine:
     def set_flag(self, param: nn.Parameter, unit: ParamUnit, on: bool) -> None:
         self.unfrozen.note(unit, unit.slot_of(param), on)
 
-    def name_of(self, param: nn.Parameter, unit: ParamUnit) -> str:
-        return unit.layout.slots[unit.slot_of(param)].name
-
     @outside_modes
-    def sent_gradient(self, param: nn.Parameter, unit: ParamUnit) -> str | None:
-        if not self.step_state.counts[unit.index] and unit.index not in self._sums:
-            return None
-        return self.name_of(param, unit)
+    def gone_gradient(self, param: nn.Parameter, unit: ParamUnit, *, read: bool) -> str | None:
+        """See ``Toucher``."""
+        slot = unit.slot_of(param)
+        if self._has_sent(unit) or (read and self.step_state.is_spent(unit.index, slot)):
+            return unit.layout.slots[slot].name
+        if not read:
+            self.step_state.drop(unit.index, slot)
+        return None
 
-    @outside_modes
-    def spent_gradient(self, param: nn.Parameter, unit: ParamUnit) -> str | None:
-        """The name of ``param`` if an earlier step has applied its gradient and no zero_grad() followed, else None."""
-        return self.name_of(param, unit) if self.step_state.is_spent(unit.index, unit.slot_of(param)) else None
-
-    @outside_modes
-    def drop_gradient(self, param: nn.Parameter, unit: ParamUnit) -> None:
-        """The user has set ``param.grad`` between two steps, which replaces the gradient that the last one applied."""
-        self.step_state.drop(unit.index, unit.slot_of(param))
+    def _has_sent(self, unit: ParamUnit) -> bool:
+        """Whether gradients of the unit have left their Parameters in this step."""
+        return bool(self.step_state.counts[unit.index]) or unit.index in self._sums
 
     # ---- passes
 
@@ -264,7 +242,7 @@ class Engine:
         self.registered.check()
         if torch.is_grad_enabled():
             self.unfrozen.look()
-        self.cache.begin_pass(self._more_backwards, self.strategy.most_ahead)
+        self.cache.begin_pass(self._more_backwards, self.strategy.depth)
 
     @property
     def _more_backwards(self) -> bool:
@@ -310,7 +288,7 @@ class Engine:
         if all(grad is None for grad in grads):
             return
         self.step_state.refuse_backward()
-        self._note("push", unit.name)
+        self.cache.note("push", unit.name)
         if not self.config.offload_grads:
             self._sums.add(unit, grads)
         else:
@@ -407,7 +385,7 @@ class Engine:
         if self.products is not None:
             self.products.begin(self.step_state.step, self.step_state.deciding)
         self.stepped_at = time.monotonic()
-        self._note("finish")
+        self.cache.note("finish")
         self._backwards = 0
         self.cache.advance()
         self.strategy.act(self.activations)
@@ -448,7 +426,7 @@ class Engine:
             return
         ours = [(unit, slot) for unit, slot in trained if id(unit.params[slot]) in given]
         for unit, slot in ours:
-            if self.sent_gradient(unit.params[slot], unit) is not None:
+            if self._has_sent(unit):
                 raise GradientAccessError(
                     f"zero_grad() was called on a part of the model, but the gradient of "
                     f"{unit.layout.slots[slot].name!r} has already gone to the optimizer owners, together with those "
@@ -460,24 +438,24 @@ class Engine:
     @outside_modes
     def save(self, directory: Path, files: tuple[FileEntry, ...]) -> CheckpointInfo:
         """Write the present version as a checkpoint; every rank calls it. Waits until it is complete."""
-        self.clock.enter("checkpoint")
-        try:
-            self.drain()
-            self.cache.write_back()
+        with self._saving():
             return self.store.save(self.version, directory, files).result()
-        finally:
-            self.clock.enter("data")
 
     @outside_modes
     def begin_save(self, directory: Path, files: tuple[FileEntry, ...]) -> Future[CheckpointInfo]:
         """Begin to write the present version as a checkpoint; every rank calls it. Waits until all have; the future is
         done when it is complete."""
+        with self._saving():
+            self.store.begin_save(self.version, directory, files).result()
+            return self.store.save(self.version, directory, files, begun=True)
+
+    @contextmanager
+    def _saving(self) -> Iterator[None]:
         self.clock.enter("checkpoint")
         try:
             self.drain()
             self.cache.write_back()
-            self.store.begin_save(self.version, directory, files).result()
-            return self.store.save(self.version, directory, files, begun=True)
+            yield
         finally:
             self.clock.enter("data")
 
@@ -520,13 +498,10 @@ class Engine:
     def take_loaded(self, param: nn.Parameter, unit: ParamUnit, value: Tensor) -> bool:
         return self.loading.take(param, unit, value)
 
-    def begin_load(self, module: nn.Module) -> None:
-        """See ``LoadEvents``."""
-        self.loading.begin(module)
-
     @outside_modes
     def end_load(self, module: nn.Module) -> None:
-        """See ``LoadEvents``: send the values to the owners, unit by unit. Every rank calls it with equal values."""
+        """A module's load_state_dict() has ended without an exception: send its values to the owners, unit by unit.
+        Every rank calls it with equal values."""
         values = self.loading.end(module)
         if values is None:
             return

@@ -22,7 +22,7 @@ import gc
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from time import monotonic, perf_counter
 
 import torch
@@ -71,6 +71,11 @@ def fullest(shares: Mapping[Resource, float], of: frozenset[Resource]) -> float:
 def held_pressure(held: float, reading: float) -> float:
     """The pressure to decide by after a reading; ``held``: that before it. [Note: hysteresis]"""
     return min(max(held, reading), reading + MARGIN)
+
+
+def held_pressures(held: Mapping[Resource, float], readings: Mapping[Resource, float]) -> dict[Resource, float]:
+    """``held_pressure`` of each resource that was read."""
+    return {resource: held_pressure(held.get(resource, 0.0), share) for resource, share in readings.items()}
 
 
 def scaled_depth(depth: int, pressure: float, strategy: AutoMemoryStrategy) -> int:
@@ -152,20 +157,6 @@ def measures(strategy: AutoMemoryStrategy, held: Mapping[Resource, float], depth
     )
 
 
-@dataclass(slots=True)
-class HeldPressures:
-    """Held pressures by resource, from reading to reading."""
-
-    shares: dict[Resource, float] = field(default_factory=dict)
-
-    def read(self, pressure: Pressure) -> None:
-        """Take a reading."""
-        self.shares = {
-            resource: held_pressure(self.shares.get(resource, 0.0), share)
-            for resource, share in pressure.shares.items()
-        }
-
-
 class Retry:
     """When an action that was done may be done again: once a fifth of the room that was left is used up, or after a
     minute; after two, four and up to 64 minutes if it did not help. So a pressure that stays or swings costs little,
@@ -222,11 +213,6 @@ class EngineMemory:
         for action in ACTIONS:
             self._record(action, Freed(bytes=0))
 
-    @property
-    def gathers(self) -> bool:
-        """Whether some units are gathered into buffers of this rank, not read from the owners' memory."""
-        return self._residency.has_buffers
-
     def sample_heap(self) -> None:
         """Memory is high: read malloc's statistics."""
         self._heap_peak = max(self._heap_peak, _heap_used() or 0)
@@ -254,7 +240,7 @@ class EngineMemory:
         - ``device``: on CUDA, torch's allocator gives back what it keeps. Bytes that it has reserved less."""
         done = {"garbage": _freeing(gc.collect, _heap_used)}
         if cache is not None:
-            done["units"] = _freeing(cache.release_idle, lambda: self._residency.used)
+            done["units"] = _freeing(cache.release_idle, lambda: self._residency.budget.used)
         done |= self._give_back(activations)
         self._count(done)
         return done
@@ -262,9 +248,9 @@ class EngineMemory:
     def shrink(self, cache: UnitCache, share: float) -> Freed:
         """Let gathered units keep at most ``share`` of their budget from now on; idle ones beyond it are resharded, and
         their buffers dropped. Bytes of units and buffers."""
-        before, start = self._residency.used + self._residency.allocated, perf_counter()
+        before, start = self._residency.budget.used + self._residency.allocated, perf_counter()
         cache.shrink(share)
-        after = self._residency.used + self._residency.allocated
+        after = self._residency.budget.used + self._residency.allocated
         done = Freed(count=1, bytes=max(0, before - after), seconds=perf_counter() - start)
         self._count({"units": done})
         return done
@@ -329,21 +315,27 @@ class MemoryStrategy:
 
     def __init__(
         self,
-        strategy: AutoMemoryStrategy,
-        gauge: PressureGauge,
-        relief: Relief,
+        config: ZeroConfig,
         memory: EngineMemory,
         cache: UnitCache,
         recorder: Recorder,
+        *,
+        gathers: bool,
     ) -> None:
-        self.gauge = gauge
+        """``gathers``: some units are gathered into memory of the rank, and may be resharded at any time."""
+        limits = PressureLimits(
+            max_cpu_memory_mb=config.max_cpu_memory_mb,
+            max_gpu_memory_mb=config.max_gpu_memory_mb,
+            slab_dir=config.shared_directory,
+        )
+        self.gauge = PressureGauge(memory.device, limits)
         self.changes = 0  # of the measures in force, since the start or the last reset of stats
-        self._strategy = strategy
-        self._relief = relief
+        self._strategy = config.auto_memory_management
+        self._relief = Relief.of_rank(cuda=memory.device.type == "cuda", own_buffers=gathers)
         self._memory = memory
         self._cache = cache
         self._recorder = recorder
-        self._held = HeldPressures()
+        self._held: dict[Resource, float] = {}  # pressures; see ``held_pressure``
         self._retry = Retry()
         self._seen = 0  # readings that were acted on
         self.now = Measures(depth=cache.most_ahead)
@@ -363,7 +355,7 @@ class MemoryStrategy:
         return pressure
 
     def _take(self, pressure: Pressure) -> None:
-        self._held.read(pressure)
+        self._held = held_pressures(self._held, pressure.shares)
         for resource, share in pressure.shares.items():
             self._recorder.set(MEMORY_PRESSURE_RATIO, share, resource=resource.value)
         if pressure.stalls is not None:
@@ -376,7 +368,7 @@ class MemoryStrategy:
         if self._seen == self.gauge.taken or self.gauge.pressure is None:
             return
         self._seen = self.gauge.taken
-        wanted, before = self._measures(self._cache.most_ahead), self.now
+        wanted, before = self._measures(), self.now
         if activations is None:
             wanted = replace(wanted, activations=False)
         due = self._retry.due(monotonic(), fullest(self.gauge.pressure.shares, self._relief.collect))
@@ -388,7 +380,7 @@ class MemoryStrategy:
         if wanted.depth < before.depth:
             self._memory.count("prefetch")
         if wanted.residency != before.residency:
-            self._cache.adapt(self.most_ahead)  # the window that shrink() keeps follows the depth
+            self._cache.adapt(wanted.depth)  # the window that shrink() keeps follows the depth
             freed = self._memory.shrink(self._cache, wanted.residency)
             done |= {"units": freed} if wanted.residency < before.residency else {}
         if activations is not None and wanted.activations != before.activations:
@@ -399,12 +391,13 @@ class MemoryStrategy:
             self.changes += 1
             self._tell(self.gauge.pressure, wanted, before, done)
 
-    def most_ahead(self, depth: int) -> int:
-        """The prefetch depth that the held pressure leaves of ``depth``."""
-        return self._measures(depth).depth
+    @property
+    def depth(self) -> int:
+        """The prefetch depth that the held pressure leaves."""
+        return self._measures().depth
 
-    def _measures(self, depth: int) -> Measures:
-        return measures(self._strategy, self._held.shares, depth, self._relief)
+    def _measures(self) -> Measures:
+        return measures(self._strategy, self._held, self._cache.most_ahead, self._relief)
 
     def restart(self) -> None:
         """Forget readings and counts; measures stay in force."""
@@ -430,27 +423,6 @@ class MemoryStrategy:
             _described(wanted, self._cache.most_ahead),
             f"; freed: {freed}" if freed else "",
         )
-
-
-def make_strategy(
-    config: ZeroConfig, memory: EngineMemory, cache: UnitCache, recorder: Recorder, *, resident: bool
-) -> MemoryStrategy:
-    """The strategy of ``config``. ``resident``: all units stay up from first use to step, because autograd saves the
-    Parameters themselves."""
-    limits = PressureLimits(
-        max_cpu_memory_mb=config.max_cpu_memory_mb,
-        max_gpu_memory_mb=config.max_gpu_memory_mb,
-        slab_dir=config.shared_directory,
-    )
-    device = memory.device
-    return MemoryStrategy(
-        config.auto_memory_management,
-        PressureGauge(device, limits),
-        Relief.of_rank(cuda=device.type == "cuda", own_buffers=memory.gathers and not resident),
-        memory,
-        cache,
-        recorder,
-    )
 
 
 def _described(wanted: Measures, depth: int) -> str:

@@ -21,7 +21,7 @@ from rayzero.engine.engine import Engine
 from rayzero.engine.prepare import engine_of
 from rayzero.engine.units.param_unit import ParamUnit, UnitState
 from rayzero.errors import ConfigError
-from rayzero.lanes.lane import LinkSpeed
+from rayzero.lanes.lane import LinkSpeed, measure_link
 from rayzero.memory.pressure import read_memory
 from rayzero.memory.process_memory import peak_resident
 from rayzero.telemetry.names import (
@@ -127,7 +127,7 @@ def restart_stats(engine: Engine) -> None:
     engine.cache.times.arrived.restart()
     engine.cache.evictions = 0
     engine.step_state.sent.restart()
-    engine.residency.restart_peak()
+    engine.residency.budget.restart_peak()
     engine.strategy.restart()
     engine.memory.freed.clear()
 
@@ -138,7 +138,7 @@ def measured_link(engine: Engine) -> LinkSpeed | None:
     transfers, built = engine.transfers, engine.since.recorder.gauges().get(BUILD_INFO, {})
     far = any("grpc" in dict(labels)["transport"] for labels in built)
     if transfers.link is None and (engine.device.type == "cuda" or not far):
-        transfers.measure_link(engine.device)
+        transfers.link = measure_link(engine.device)  # tens of milliseconds
     return transfers.link
 
 
@@ -208,7 +208,7 @@ def _memory(engine: Engine) -> MemoryStats:
         owner_bytes=_owners(engine, by_kind),
         owner_original_bytes=int(sum(held.get(MEMORY_ORIGINAL_BYTES, {}).values())) or None,
         gathered_limit=engine.config.gpu_param_memory_budget,
-        gathered_peak=engine.residency.peak,
+        gathered_peak=engine.residency.budget.peak,
         device_used=now.gpu_used if on_gpu else None,
         device_peak=torch.cuda.max_memory_allocated(engine.device) if on_gpu else None,
         host_used=now.cpu_used,

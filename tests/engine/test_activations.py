@@ -59,7 +59,7 @@ def trained(
     """Complete weights, the first step's gradients, the units' events, and what the offload counted."""
     model, optimizer = prepared_copy(base, momentum, config)
     events: list[tuple[str, str]] = []
-    optimizer.engine.observers.append(lambda verb, unit: events.append((verb, unit)))
+    optimizer.engine.cache.observers.append(lambda verb, unit: events.append((verb, unit)))
     gradients: list[Tensor] = []
     for step in range(steps):
         token_loss(model, tokens(step, context.rank)).backward()
@@ -67,7 +67,7 @@ def trained(
         optimizer.zero_grad()
         if not gradients:
             gradients = [state["momentum_buffer"] for state in optimizer.state_dict()["state"].values()]
-    assert optimizer.engine.residency.peak <= config.gpu_param_memory_budget
+    assert optimizer.engine.residency.budget.peak <= config.gpu_param_memory_budget
     activations = optimizer.engine.activations
     return rayzero.full_state_dict(model), gradients, events, activations and activations.summary()
 

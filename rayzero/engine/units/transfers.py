@@ -26,7 +26,7 @@ from torch import Tensor
 from rayzero.concurrency.futures import chain, failed, settled
 from rayzero.engine.units.residency import ConditionalFetch, DeviceCopy, Fetching, UnitBuffer, mapped_units
 from rayzero.lanes import CudaLane, Event, Lane, ThreadLane
-from rayzero.lanes.lane import LinkSpeed, measure_link
+from rayzero.lanes.lane import LinkSpeed
 from rayzero.layout.model_layout import ALIGN, UnitLayout
 from rayzero.memory.pool import Buffer, BufferPool, Lease, MemoryBudget, buffer_bytes
 from rayzero.protocol.gradient_sum import ScatteredUnit
@@ -74,7 +74,7 @@ class UnitTransfers:
         self._staging = staging
         self._thread = ThreadPoolExecutor(1, "rayzero-push")  # gathers or announces gradients, in push order
         self.lane: Lane = ThreadLane()  # copies units; its clock is the computation's
-        self.link: LinkSpeed | None = None  # set by measure_link
+        self.link: LinkSpeed | None = None  # between device and host memory; None: not measured
 
     @property
     def owners_share_cores(self) -> bool:
@@ -109,12 +109,6 @@ class UnitTransfers:
             return done, done
         renewal = ConditionalFetch(published, held, lambda: self.store.fetch(unit.index, version, COMPUTE, out))
         return renewal.done, renewal
-
-    @property
-    def caller_is_captured(self) -> bool:
-        """Whether the caller's work is captured into a CUDA graph, for which nothing can be fetched: parameters move
-        from step to step."""
-        return False
 
     def use(self, buffer: UnitBuffer) -> None:
         """The caller is about to compute with a buffer's bytes, which somebody has waited for."""
@@ -174,10 +168,6 @@ class UnitTransfers:
         """Bytes of staging memory: (kind, tier) -> bytes, with the labels of ``names.MEMORY_BYTES``. Any thread may
         call it."""
         return {("staging", "pinned" if self._staging.pinned_for is not None else "ram"): self._staging.held_bytes}
-
-    def measure_link(self, device: torch.device) -> None:
-        """Measure the copies between ``device``, the rank's, and host memory: some tens of milliseconds."""
-        self.link = measure_link(device)
 
     def trim(self) -> int:
         """Free the staging buffers that are not in use; returns their bytes."""
@@ -270,10 +260,6 @@ class DeviceTransfers(UnitTransfers):
             staged = self._arriving.acquire(unit.size_bytes)
         assert staged is not None, "a pool without a limit always has room"
         return staged.tensor.view(unit.dtype), staged
-
-    @property
-    def caller_is_captured(self) -> bool:
-        return self.lane.capturing()
 
     @property
     def owners_share_cores(self) -> bool:
