@@ -113,7 +113,7 @@ class Attachment:
         self._open: list[tuple[nn.Module, OpenGroup]] = []
         matched = match_modules(models, patterns)
         for stage, model in enumerate(models):
-            self._handles.append(model.register_forward_pre_hook(_Hook(self._chunk_opener(stage))))
+            self._handles.append(model.register_forward_pre_hook(_Hook(partial(self._open_chunk, stage))))
         for name, full, module in matched:
             self._attach(name, full, module)
         for model in models:
@@ -125,11 +125,8 @@ class Attachment:
             handle.remove()
         self._handles.clear()
 
-    def _chunk_opener(self, stage: int) -> Callable[[nn.Module, Any], None]:
-        def open_chunk(module: nn.Module, args: Any) -> None:
-            self._offload.begin_chunk(stage)
-
-        return open_chunk
+    def _open_chunk(self, stage: int, module: nn.Module, args: Any) -> None:
+        self._offload.begin_chunk(stage)
 
     def _close_chunk(self, module: nn.Module, args: Any, output: Any) -> None:
         self._offload.end_chunk()

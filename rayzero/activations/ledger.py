@@ -7,7 +7,7 @@ import json
 import threading
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -43,15 +43,6 @@ class GroupTotals:
     misses: int = 0  # reads whose bytes were not fetched before they were needed
     on_device: int = 0  # reads whose bytes never left the device
     stall_s: float = 0.0  # seconds the backward waited for copies
-
-    def add(self, other: GroupTotals) -> None:
-        """Add another's sums to these."""
-        for field in fields(self):
-            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
-
-    def as_dict(self) -> dict[str, int | float]:
-        """Plain numbers, ready for JSON."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +127,7 @@ class Ledger:
         """A copy of the totals, by group name."""
         self._count_waits()
         with self._lock:
-            copies = {name: GroupTotals() for name in self._totals}
-            for name, totals in self._totals.items():
-                copies[name].add(totals)
-            return copies
+            return {name: replace(totals) for name, totals in self._totals.items()}
 
 
 # ---- what is shown of it --------------------------------------------------------------------------------------------
@@ -168,15 +156,8 @@ class RankSummary:
 
     def as_dict(self) -> dict[str, object]:
         """Plain values, ready for JSON."""
-        return {
-            "rank": self.rank,
-            "groups": {name: totals.as_dict() for name, totals in self.groups.items()},
-            "offloaded_bytes": self.offloaded_bytes,
-            "achieved_fraction": self.achieved_fraction,
-            "device_bytes": self.device_bytes,
-            "peak_device_bytes": self.peak_device_bytes,
-            "host": self.host,
-        }
+        shares = {"offloaded_bytes": self.offloaded_bytes, "achieved_fraction": self.achieved_fraction}
+        return asdict(self) | shares
 
 
 def gather(summary: RankSummary, process_group: ProcessGroup | None = None) -> list[RankSummary]:

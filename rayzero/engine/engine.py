@@ -1,7 +1,8 @@
 """The rank's engine: unshards units before use, reshards them after it, and sends their gradients.
 
-All events become four calls: ``open_units`` and ``close_units`` (a module's forward), ``use`` (autograd unpacks a saved
-weight) and ``touched`` (any other operation). They run on the computing thread; transfers only complete futures.
+Events become three calls: ``open_units`` and ``close_units`` (a module's forward), and ``touched`` (any other
+operation). What autograd has saved asks for its unit by itself (handles.py). They run on the computing thread;
+transfers only complete futures.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from rayzero.engine.autograd.handles import SavedWeights
 from rayzero.engine.autograd.hooks import UnitCalls
 from rayzero.engine.autograd.touch import Unfrozen, guard_for
 from rayzero.engine.engine_memory import HEAP_STEPS, EngineMemory, MemoryStrategy
-from rayzero.engine.private_torch import graph_task_id, saved_tensor_hooks_allowed
+from rayzero.engine.private_torch import graph_task_id
 from rayzero.engine.rank_products import RankProducts
 from rayzero.engine.rank_step import RankStep
 from rayzero.engine.step_clock import LoopMoments, PassTimes
@@ -117,14 +118,14 @@ class Engine:
             unit.slots = weights
             guard_for(unit, self)
         self.values = UnitValues(self.store, self.cache)
-        self.saved = SavedWeights(weights, self, self.cache)
+        self.collector = GradientCollector(self)
+        self.saved = SavedWeights(weights, self.collector, self.passes, self.cache, resident=self.resident)
         self.unfrozen = Unfrozen(units)
         self.registered = Registered(model, units)
         self.memory = EngineMemory(self.device, residency, transfers, recorder)
         gathers = residency.has_buffers and not self.resident  # else autograd saves the Parameters themselves
         self.strategy = MemoryStrategy(config, self.memory, self.cache, recorder, gathers=gathers)
         self._unwatch = [recorder.watch(source) for source in (self.cache.readings, self.memory.readings)]
-        self.collector = GradientCollector(self)
         self.collector.watch([(self.units[i], slots) for i, slots in self.trained.of_unit.items()])
 
     @property
@@ -146,7 +147,7 @@ class Engine:
                 unit.open_calls += 1
                 opened.append(unit)
                 self.cache.use(unit, phase)
-            pushed_hooks = self._push_hooks()
+            pushed_hooks = self.saved.push()
         except BaseException:
             for unit in opened:
                 unit.open_calls -= 1
@@ -157,19 +158,6 @@ class Engine:
             self.unfrozen.watch(units)
         self.passes.opened(forward=forward)
         return pushed_hooks
-
-    def _push_hooks(self) -> bool:
-        """Push no hooks if everything stays up until the step: weights that autograd saves stay valid."""
-        if self.resident:
-            return False
-        if not saved_tensor_hooks_allowed():
-            raise UnsupportedError(
-                "torch.func.grad and vjp allow no saved-tensor hooks, but a model needs them unless all of its "
-                "parameters are gathered; raise prefetch_buffer_size and gpu_param_memory_budget until they are, or "
-                "use torch.autograd"
-            )
-        self.saved.push()
-        return True
 
     @outside_modes
     def close_units(self, units: Sequence[ParamUnit], pushed_hooks: bool) -> None:
@@ -182,18 +170,6 @@ class Engine:
                 unit.set_guard(True)
         if graph_task_id() < 0:  # after a recomputation its backward follows at once
             self.cache.prefetch()
-
-    def use(self, unit: ParamUnit) -> None:
-        """Autograd unpacks a saved weight of ``unit``: bring it up.
-
-        Under create_graph the node that unpacks the weight saves it again. Hooks pushed here see that; autograd pops
-        them, because it restores its thread's state after every node."""
-        backward = self.collector.in_backward()
-        if backward:
-            self.passes.begin_backward()
-            if torch.is_grad_enabled():
-                self._push_hooks()
-        self.cache.use(unit, Phase.BACKWARD if backward else Phase.FORWARD)
 
     @contextmanager
     def touched(self, units: Sequence[ParamUnit]) -> Iterator[None]:

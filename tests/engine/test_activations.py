@@ -16,11 +16,12 @@ from torch.utils.checkpoint import checkpoint
 
 import rayzero
 from rayzero import ZeroConfig
-from rayzero.activations import ThreadLane, offload
+from rayzero.activations import offload
 from rayzero.engine.context import RankContext, running_in
 from rayzero.errors import ConfigError
 from rayzero.testing import run_ranks
 from tests.support.leftovers import threads, threads_left
+from tests.support.watched_lane import WatchedLane
 
 from .models import WIDTH, Net, prepared_copy, same_bits, seeded, tight, token_loss, tokens
 
@@ -158,7 +159,7 @@ def test_random_delays_in_the_copies_change_no_bit(up, monkeypatch):
     base = seeded(lambda: Net(num_layers=4))
     config = offloading(base, up=up, patterns=("layers.?", "layers.?.down"))
     (want,) = run_ranks(lambda ctx: trained(ctx, base, config.replace(offload_activations=()), 25), 1, 1)
-    monkeypatch.setattr(offload, "_lane_for", lambda models: ThreadLane(before_copy=delay))
+    monkeypatch.setattr(offload, "_lane_for", lambda models: WatchedLane(delay))
     (got,) = run_ranks(lambda ctx: trained(ctx, base, config, 25), 1, 1)
     assert got[3].offloaded_bytes > 0
     assert same_bits(got[0], want[0])

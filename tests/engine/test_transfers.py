@@ -28,6 +28,7 @@ from rayzero.protocol.messages import Contribution
 from rayzero.protocol.store import ParameterStore
 from tests.cuda_driver import OURS, Driver, driver
 from tests.support.waiting import until
+from tests.support.watched_lane import WatchedLane
 
 from .models import Net, fit, oracle, same_bits, seeded, tight
 
@@ -64,7 +65,7 @@ def test_weights_are_those_of_plain_torch_however_late_copies_run(
         staging = BufferPool(budget=MemoryBudget(2 * max(buffer_bytes(unit.size_bytes) for unit in units)), poison=True)
         if not lands:
             monkeypatch.setattr(store, "landing", lambda contribution: None)
-        made.append(DeviceTransfers(store, staging, ThreadLane(before_copy=delay), {}))
+        made.append(DeviceTransfers(store, staging, WatchedLane(delay), {}))
         return made[-1]
 
     monkeypatch.setattr(importlib.import_module("rayzero.engine.prepare"), "make_transfers", transfers)
@@ -122,7 +123,7 @@ def held_up(held: list[str]) -> ThreadLane:
         while direction in held:
             time.sleep(1e-3)
 
-    return ThreadLane(before_copy=hold)
+    return WatchedLane(hold)
 
 
 def test_a_fetch_is_waited_for_until_its_copy_has_run() -> None:
@@ -166,7 +167,7 @@ def test_draining_waits_for_copies_into_the_stores_memory() -> None:
         time.sleep(0.05)
         ended.append(direction)
 
-    carried = DeviceTransfers(store, BufferPool(), ThreadLane(before_copy=late), {})
+    carried = DeviceTransfers(store, BufferPool(), WatchedLane(late), {})
     contribution = Contribution(step=1, attempt=0, rank=0, unit=unit.index, seq=0, presence=b"\x01")
     carried.push(unit, contribution, [store.values.view(64, 64)])
     carried.drain()

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -199,14 +199,6 @@ class Waited(NamedTuple):
 _NOTHING = Waited(0.0, 0.0)
 
 
-class Request(Protocol):
-    """What the store was asked for."""
-
-    def cancel(self) -> bool:
-        """Cancel the request; True if it will not write to the buffer any more."""
-        ...
-
-
 @dataclass(frozen=True, eq=False, slots=True)
 class DeviceCopy:
     """A copy to a device that is issued."""
@@ -228,7 +220,7 @@ class Fetching:
     version: int
     published: Future[int]  # the version is published
     done: Future[Any]  # every byte is in the buffer, or its copy to the device is issued
-    request: Request | None  # None: the buffer is the owners' memory, so nothing is requested
+    request: Future[None] | ConditionalFetch | None  # None: the buffer is the owners' memory, so nothing is requested
     buffer: UnitBuffer
     ahead: bool  # True: prefetched; False: requested when it was needed
     ready: Future[DeviceCopy | None] | None = None  # CUDA: ``done``, with the copy where there is one
