@@ -146,7 +146,7 @@ def record_steps(
     found = []
     try:
         for _ in range(steps):
-            _play(cache, units, root, unread, with_order, config)
+            _play(cache, step, units, root, unread, with_order, config)
             found.append(tuple(with_order))
             with_order.clear()
     finally:
@@ -156,6 +156,7 @@ def record_steps(
 
 def _play(
     cache: UnitCache,
+    step: RankStep,
     units: list[_Unit],
     root: Collection[int],
     unread: Collection[int],
@@ -192,6 +193,7 @@ def _play(
         cache.backward_over(more)
     ops.append(Op(Verb.STEP))
     cache.fence()
+    step.step += 1  # it is committed
     cache.advance()
     if config.offload_params:
         cache.prefetch_first()

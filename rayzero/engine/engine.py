@@ -131,9 +131,9 @@ class Engine:
     @property
     def version(self) -> int:
         """The published version that units are read at; it equals the number of committed steps."""
-        return self.cache.version
+        return self.step_state.step
 
-    # ---- the four calls
+    # ---- the three calls
 
     @outside_modes
     def open_units(self, units: Sequence[ParamUnit], *, forward: bool = True) -> bool:

@@ -118,6 +118,7 @@ Groups = Mapping[int, Group]  # index of a parameter group -> its options
 class Rule(Protocol):
     """The optimizer of one bucket. ``param_groups`` and ``state`` are like a torch optimizer's, over the masters."""
 
+    tensors: Sequence[Tensor]  # what it updates, by piece: the masters
     group_indices: list[int]  # which parameter group each of param_groups stands for
 
     @property
@@ -158,6 +159,7 @@ class TileAdam:
     ) -> None:
         """``group_of``: parameter index -> group. ``decoupled``: AdamW's weight decay."""
         self._bucket, self._kernel, self._decoupled = bucket, kernel, decoupled
+        self.tensors: Sequence[Tensor] = bucket.master_views
         members = by_group(group_of[piece.param] for piece in bucket.pieces)
         self.group_indices = list(members)
         self.param_groups: list[Group] = [

@@ -64,7 +64,7 @@ def test_a_held_source_stays_and_a_dropped_one_is_not_copied():
     assert one.ledger.device_bytes == 30
     dropped.lease.bytes.fill_(255)
     assert held.resident.hold()
-    dropped.resident.drop()
+    dropped.resident.clear(held=True)
     go.set()
     held.departure.wait()
     dropped.departure.wait()

@@ -59,7 +59,7 @@ Observer = Callable[[str, str], None]  # verb, unit name: what happens, in order
 class OpenStep(Protocol):
     """The rank's open step, as far as its units need it."""
 
-    step: int  # its number, which is the version that units are read at
+    step: int  # its number, which is the published version that units are read at
     clock: StepClock
 
     def raise_if_failed(self) -> None:
@@ -70,8 +70,8 @@ class OpenStep(Protocol):
 class UnitCache:
     """One rank's gathered units, at one published version.
 
-    Knows units' states, the schedule and the budget; not modules, gradients or what a step is made of. ``version`` is
-    the published version that units are read at. Methods run on the computing thread unless they say otherwise."""
+    Knows units' states, the schedule and the budget; not modules, gradients or what a step is made of. Methods run on
+    the computing thread unless they say otherwise."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class UnitCache:
         recorder: Recorder,
     ) -> None:
         """``root``: units of the root module. ``trained``: units that an optimizer trains; steps change no others."""
-        self.version = self._first = step.step
+        self._first = step.step
         self.schedule = UnitSchedule(len(units), always=root)
         self.writes = WrittenUnits()
         self._units = units
@@ -114,6 +114,11 @@ class UnitCache:
         self.depth = 0
         self.allowed = self.most_ahead  # depth that memory pressure leaves
         self._set_depth(self.most_ahead)
+
+    @property
+    def version(self) -> int:
+        """The published version that units are read at; it equals the number of committed steps."""
+        return self._step.step
 
     def note(self, verb: str, unit: str = "") -> None:
         """Something happens: tell the observers."""
@@ -476,7 +481,6 @@ class UnitCache:
     def advance(self) -> None:
         """The step's finish is sent: read units at the next version."""
         self.times.count()
-        self.version += 1
         self._wraps = False
         self.schedule.begin_pass()
         self._current = None
