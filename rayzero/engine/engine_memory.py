@@ -33,8 +33,8 @@ from rayzero.engine.units.residency import Residency
 from rayzero.engine.units.transfers import UnitTransfers
 from rayzero.engine.units.unit_cache import UnitCache
 from rayzero.memory.mapping import locked_bytes
-from rayzero.memory.pressure import Pressure, PressureGauge, PressureLimits, Resource, read_memory
-from rayzero.memory.process_memory import give_back_freed, heap_use
+from rayzero.memory.pressure import Pressure, PressureGauge, PressureLimits, Resource
+from rayzero.memory.process_memory import give_back_freed, heap_use, resident_bytes
 from rayzero.quantities import format_bytes
 from rayzero.telemetry.names import (
     GPU_ALLOC_RETRIES,
@@ -264,7 +264,7 @@ class EngineMemory:
         before = perf_counter()
         dropped = residency.trim() + transfers.trim() + (activations.trim() if activations is not None else 0)
         done = {"buffers": Freed(count=1, bytes=dropped, seconds=perf_counter() - before)}
-        done["malloc"] = _freeing(give_back_freed, lambda: read_memory().cpu_used)
+        done["malloc"] = _freeing(give_back_freed, resident_bytes)
         if self.device.type == "cuda":
             done["device"] = _freeing(torch.cuda.empty_cache, lambda: torch.cuda.memory_reserved(self.device))
         return done
@@ -376,7 +376,7 @@ class MemoryStrategy:
         if wanted.collect and due:
             done |= self._memory.free(None, activations)
             gained = sum(one.bytes or 0 for one in done.values())
-            self._retry.done(monotonic(), helped=gained >= _WORTH * read_memory().cpu_used)
+            self._retry.done(monotonic(), helped=gained >= _WORTH * resident_bytes())
         if wanted.depth < before.depth:
             self._memory.count("prefetch")
         if wanted.residency != before.residency:

@@ -22,8 +22,7 @@ from rayzero.engine.prepare import engine_of
 from rayzero.engine.units.param_unit import ParamUnit, UnitState
 from rayzero.errors import ConfigError
 from rayzero.lanes.lane import LinkSpeed, measure_link
-from rayzero.memory.pressure import read_memory
-from rayzero.memory.process_memory import peak_resident
+from rayzero.memory.process_memory import peak_resident, resident_bytes
 from rayzero.telemetry.names import (
     BUILD_INFO,
     MEMORY_BYTES,
@@ -198,7 +197,7 @@ def _memory(engine: Engine) -> MemoryStats:
     by_kind = Counter[str]()
     for labels, size in held.get(MEMORY_BYTES, {}).items():
         by_kind[dict(labels)["kind"]] += int(size)
-    on_gpu, now = engine.device.type == "cuda", read_memory(engine.device)
+    on_gpu = engine.device.type == "cuda"
     return MemoryStats(
         parameters=_elements(engine.units),
         device_parameters=_elements(up),
@@ -209,9 +208,9 @@ def _memory(engine: Engine) -> MemoryStats:
         owner_original_bytes=int(sum(held.get(MEMORY_ORIGINAL_BYTES, {}).values())) or None,
         gathered_limit=engine.config.gpu_param_memory_budget,
         gathered_peak=engine.residency.budget.peak,
-        device_used=now.gpu_used if on_gpu else None,
+        device_used=torch.cuda.memory_allocated(engine.device) if on_gpu else None,
         device_peak=torch.cuda.max_memory_allocated(engine.device) if on_gpu else None,
-        host_used=now.cpu_used,
+        host_used=resident_bytes(),
         host_peak=peak_resident(),
     )
 

@@ -30,17 +30,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from rayzero.engine.units.param_unit import ParamUnit, open_class
+from rayzero.engine.units.param_unit import ParamUnit, get_data, open_class, set_data
 from rayzero.errors import GradientAccessError, UnsupportedError
 from rayzero.modes import outside_modes
 from rayzero.tensor_metadata import METADATA, AbsentParameter, of_class, plain
 
 _GRAD: Any = Tensor.grad
 _GET_GRAD = _GRAD.__get__
-_DATA: Any = Tensor.data
-_GET_DATA, _SET_DATA = _DATA.__get__, _DATA.__set__
-_REQUIRES_GRAD: Any = Tensor.requires_grad
-_ON_SELF = frozenset([_REQUIRES_GRAD.__set__, Tensor.requires_grad_])
+_FLAG: Any = Tensor.requires_grad
+_GET_FLAG = _FLAG.__get__
+_ON_SELF = frozenset([_FLAG.__set__, Tensor.requires_grad_])
 _BY_EDGES: frozenset[Any] = frozenset([torch.autograd.grad, torch.autograd.backward])
 _APPLY = nn.Module._apply.__code__
 _ON_GRAD = frozenset([_GET_GRAD, _GRAD.__set__, _GRAD.__delete__])
@@ -106,11 +105,11 @@ class ShardedParameter(AbsentParameter):
         if func in _ON_SELF:
             on = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
             cls.toucher.set_flag(args[0], cls.unit, bool(on))
-        if func == _SET_DATA:
+        if func == set_data:
             return cls._set_data(*args)
         if func == Tensor.copy_ and isinstance(args[0], cls) and cls.toucher.take_loaded(args[0], cls.unit, args[1]):
             return args[0]
-        if func == _GET_DATA:
+        if func == get_data:
             with cls.brought([args[0]]):
                 return args[0].data
         if func in METADATA:
@@ -248,10 +247,6 @@ def _caller(frame: FrameType | None) -> str:
     if frame is None:
         return "an unknown caller"
     return f"{frame.f_code.co_name} at {frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-_FLAG: Any = Tensor.requires_grad
-_GET_FLAG = _FLAG.__get__
 
 
 def requires_grad_of(params: Sequence[nn.Parameter]) -> Tensor:
