@@ -64,35 +64,26 @@ class Ledger:
     def __init__(self, recorder: Recorder) -> None:
         self._lock = threading.Lock()
         self._recorder = recorder
-        self._device = self._peak = 0
+        self.device_bytes = 0  # of committed groups on the device now, each byte once
+        self.peak_device_bytes = 0  # the most since the start or the last ``reset_peak``
         self._totals: dict[str, GroupTotals] = {}
         self._waits: deque[_LaneWait] = deque()  # not counted yet, oldest first
-
-    @property
-    def device_bytes(self) -> int:
-        """Bytes of committed groups on the device now, each byte once."""
-        return self._device
-
-    @property
-    def peak_device_bytes(self) -> int:
-        """The most device bytes since the start or the last ``reset_peak``."""
-        return self._peak
 
     def reset_peak(self) -> None:
         """Let the peak start again from the present bytes."""
         with self._lock:
-            self._peak = self._device
+            self.peak_device_bytes = self.device_bytes
 
     def add_device(self, nbytes: int) -> None:
         """Count ``nbytes`` more device bytes as held."""
         with self._lock:
-            self._device += nbytes
-            self._peak = max(self._peak, self._device)
+            self.device_bytes += nbytes
+            self.peak_device_bytes = max(self.peak_device_bytes, self.device_bytes)
 
     def drop_device(self, nbytes: int) -> None:
         """Count ``nbytes`` device bytes as freed."""
         with self._lock:
-            self._device -= nbytes
+            self.device_bytes -= nbytes
 
     def add(self, name: str, **amounts: int) -> None:
         """Add to the totals of ``name``; ``amounts`` are fields of ``GroupTotals``."""

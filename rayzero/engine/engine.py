@@ -240,12 +240,11 @@ class Engine:
         if self.step_state.step < self._heap_until:
             self.memory.sample_heap()
 
-    def backward_over(self, nested: bool) -> None:
+    def backward_over(self) -> None:
         """See ``GradientEvents``."""
-        if not nested:
-            self.passes.end_backward()
-            self._backwards += 1
-            self.cache.backward_over(self._more_backwards)
+        self.passes.end_backward()
+        self._backwards += 1
+        self.cache.backward_over(self._more_backwards)
 
     def drain(self) -> None:
         """End what an exception left open: graph tasks and forwards whose end torch did not report."""

@@ -233,18 +233,13 @@ def _start(
 
 def _check_arguments(model: object, optimizer: object, config: object) -> None:
     several = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
-    kinds = (
-        ("model", model, nn.Module),
-        *(("optimizer", one, torch.optim.Optimizer) for one in several),
-        ("config", config, ZeroConfig),
-    )
-    for name, value, kind in kinds:
-        if not isinstance(value, kind) and not (name == "config" and value is None):
-            whole = (
-                "ZeroConfig"
-                if kind is ZeroConfig
-                else f"torch.{'nn' if kind is nn.Module else 'optim'}.{kind.__name__}"
-            )
+    kinds: list[tuple[str, object, Any, str]] = [
+        ("model", model, nn.Module, "torch.nn.Module"),
+        *(("optimizer", one, torch.optim.Optimizer, "torch.optim.Optimizer") for one in several),
+        ("config", config, ZeroConfig | None, "ZeroConfig"),
+    ]
+    for name, value, kind, whole in kinds:
+        if not isinstance(value, kind):
             raise ConfigError(f"rayzero.prepare: {name} must be a {whole}, got {type(value).__name__}")
 
 

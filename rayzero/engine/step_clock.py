@@ -154,10 +154,10 @@ class StepClock:
             self._entered = now
         self._phase, self._since = phase, now
 
-    def waited(self, cause: str, seconds: float, *, ago: float = 0.0) -> None:
-        """Record a wait of ``seconds`` that ended ``ago`` seconds before now. ``cause``: a key of ``_WAITS``."""
+    def waited(self, cause: str, seconds: float) -> None:
+        """Record a wait of ``seconds`` that ends now. ``cause``: a key of ``_WAITS``."""
         self.exposed(cause, seconds)
-        self.blocked(cause, seconds, ago=ago)
+        self.blocked(cause, seconds)
 
     def exposed(self, cause: str, seconds: float) -> None:
         """The computation stood for ``seconds``, which a device may tell later."""

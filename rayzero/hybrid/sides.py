@@ -175,11 +175,9 @@ class Sides:
 
     def captured(self) -> dict[Tensor, State]:
         """``states`` with the masters of all parameters."""
-        masters = {index: self._master_of(index) for index in self._places if self._apart[index]}
-        found = {index: self._state_of(index) for index in self._places}
         return {
-            self.params[index]: state | ({MASTER: masters[index]} if index in masters else {})
-            for index, state in found.items()
+            self.params[index]: self._state_of(index) | ({MASTER: self._master_of(index)} if self._apart[index] else {})
+            for index in self._places
         }
 
     def _state_of(self, index: int) -> State:

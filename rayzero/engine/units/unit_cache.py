@@ -85,13 +85,14 @@ class UnitCache:
         config: ZeroConfig,
         recorder: Recorder,
     ) -> None:
-        """``root``: units of the root module. ``trained``: units that an optimizer trains; steps change no others."""
+        """``root``: units of the root module. ``trained``: units that an optimizer trains, now and later on; steps
+        change no others."""
         self._first = step.step
         self.schedule = UnitSchedule(len(units), always=root)
         self.writes = WrittenUnits()
         self._units = units
         self._root = frozenset(root)
-        self._trained = set(trained)
+        self._trained = trained
         self._step = step
         self._store = transfers.store
         self._transfers = transfers
@@ -232,8 +233,7 @@ class UnitCache:
         self.depth = depth
 
     def train(self, unit: int) -> None:
-        """Record that an optimizer trains the unit from now on."""
-        self._trained.add(unit)
+        """An optimizer trains the unit from now on."""
         self._publications.pop(unit, None)
 
     # ---- down
