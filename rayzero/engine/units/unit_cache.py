@@ -102,8 +102,8 @@ class UnitCache:
         self._budget = config.gpu_param_memory_budget
         self._groups = layer_groups([unit.layout for unit in units], MAX_GROUPS)
         self.observers: list[Observer] = []
-        self._prefetches = config.async_prefetch and config.overlap_computation
-        self.most_ahead = config.prefetch_buffer_size if self._prefetches else 0  # units; a depth's bound
+        prefetches = config.async_prefetch and config.overlap_computation
+        self.most_ahead = config.prefetch_buffer_size if prefetches else 0  # units; a depth's bound
         self.times = UseTimes(transfers.lane, self._clock, recorder, self._groups)
         self._publications: dict[int, Future[int]] = {}  # of the present version; frozen units': of any
         self._behind: set[int] = set()  # units that are up, not yet at this version. [Note: pinned units]
