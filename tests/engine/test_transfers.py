@@ -252,3 +252,15 @@ def test_a_large_unit_is_gathered_by_whom_its_rank_is_told(
     carried.close()
     assert (threads == [threading.current_thread()]) is gathered
     assert store.pushed[0].count_nonzero() == 512 * 1025
+
+
+def test_a_push_that_finds_the_thread_ended_is_sent_by_its_caller() -> None:
+    """Another thread may close the transfers in the middle of a backward."""
+    unit, store = large_unit(bias=True), OneUnit(torch.empty(0))
+    carried = UnitTransfers(store, BufferPool())  # type: ignore[arg-type]
+    carried.close()
+    push = Contribution(step=0, attempt=0, rank=0, unit=unit.index, seq=0, presence=b"\3")
+    sent = carried.push(unit, push, [torch.ones(512, 1024), torch.ones(512)])
+    assert sent is not None
+    sent.result(0)
+    assert store.pushed[0].count_nonzero() == 512 * 1025
