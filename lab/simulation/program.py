@@ -60,7 +60,7 @@ class _Bytes(Residency):
         """See ``Residency``."""
         if self.target < self._limit and not self._fits(unit, beyond):
             return None
-        lease = self._budget.reserve(buffer_bytes(self._layouts[unit].size_bytes))
+        lease = self.budget.reserve(buffer_bytes(self._layouts[unit].size_bytes))
         return None if lease is None else UnitBuffer(flat=_NOTHING, slices=(), lease=lease)
 
 
@@ -140,13 +140,13 @@ def record_steps(
         residency=_Bytes(layout.units, budget=config.gpu_param_memory_budget, device=torch.device("cpu"), poison=False),
         config=config,
         recorder=recorder,
-        note=note,
     )
+    cache.observers.append(note)
     cache.times.pace = _FullDepth()
     found = []
     try:
         for _ in range(steps):
-            _play(cache, units, root, unread, with_order, config)
+            _play(cache, step, units, root, unread, with_order, config)
             found.append(tuple(with_order))
             with_order.clear()
     finally:
@@ -156,6 +156,7 @@ def record_steps(
 
 def _play(
     cache: UnitCache,
+    step: RankStep,
     units: list[_Unit],
     root: Collection[int],
     unread: Collection[int],
@@ -168,7 +169,7 @@ def _play(
     always = [unit for unit in units if unit.index in root]
     for number in range(passes):
         more = number < passes - 1
-        cache.begin_pass(more, lambda depth: depth)
+        cache.begin_pass(more, cache.most_ahead)
         for unit in always:
             _open(cache, unit, Phase.FORWARD)
         for unit in others:
@@ -192,6 +193,7 @@ def _play(
         cache.backward_over(more)
     ops.append(Op(Verb.STEP))
     cache.fence()
+    step.step += 1  # it is committed
     cache.advance()
     if config.offload_params:
         cache.prefetch_first()

@@ -113,7 +113,7 @@ class Attachment:
         self._open: list[tuple[nn.Module, OpenGroup]] = []
         matched = match_modules(models, patterns)
         for stage, model in enumerate(models):
-            self._handles.append(model.register_forward_pre_hook(_Hook(self._chunk_opener(stage))))
+            self._handles.append(model.register_forward_pre_hook(_Hook(partial(self._open_chunk, stage))))
         for name, full, module in matched:
             self._attach(name, full, module)
         for model in models:
@@ -125,11 +125,8 @@ class Attachment:
             handle.remove()
         self._handles.clear()
 
-    def _chunk_opener(self, stage: int) -> Callable[[nn.Module, Any], None]:
-        def open_chunk(module: nn.Module, args: Any) -> None:
-            self._offload.begin_chunk(stage)
-
-        return open_chunk
+    def _open_chunk(self, stage: int, module: nn.Module, args: Any) -> None:
+        self._offload.begin_chunk(stage)
 
     def _close_chunk(self, module: nn.Module, args: Any, output: Any) -> None:
         self._offload.end_chunk()
@@ -145,12 +142,9 @@ class Attachment:
         self._open.append((module, scope))
         if scope.group is not None and self._offload.policy.device_budget_bytes is not None:
             scope.group.input_bytes = sum(t.numel() * t.element_size() for t in tensors)
-            self._recompute_if_planned(module, scope.group)
-
-    def _recompute_if_planned(self, module: nn.Module, group: Group) -> None:
-        if self._offload.planned_recompute(group):
-            group.recomputed = True
-            module.__dict__["forward"] = partial(checkpoint, module.forward, use_reentrant=False)
+            if self._offload.planned_recompute(scope.group):
+                scope.group.recomputed = True
+                module.__dict__["forward"] = partial(checkpoint, module.forward, use_reentrant=False)
 
     def _close_group(self, module: nn.Module, args: Any, output: Any) -> None:
         if not any(owner is module for owner, _ in self._open):
@@ -165,7 +159,7 @@ class Attachment:
 
 
 def _restore_forward(module: nn.Module) -> None:
-    """Undo ``_recompute_if_planned``, and put back a ``forward`` that the user had set on the instance."""
+    """Undo what recomputes a module, and put back a ``forward`` that the user had set on the instance."""
     wrapped = module.__dict__.pop("forward")
     original = wrapped.args[0]
     if getattr(original, "__func__", None) is not type(module).forward:

@@ -224,23 +224,17 @@ class Resident:
         self._lock = threading.Lock()
 
     def hold(self) -> bool:
-        """Keep the device memory until ``drop``, because its bytes are needed soon. False if it is already gone."""
+        """Keep the device memory until ``clear(held=True)``, because its bytes are needed soon. False if it is already
+        gone."""
         with self._lock:
             self._held = self.bytes is not None
             return self._held
 
-    def clear(self) -> None:
-        """Let the device memory go unless it is held. Idempotent."""
+    def clear(self, *, held: bool = False) -> None:
+        """Let the device memory go; where it is held, only if ``held``. Idempotent."""
         with self._lock:
-            if self._held:
+            if self._held and not held:
                 return
-            data, self.bytes = self.bytes, None
-        if data is not None:
-            self._on_clear(data.numel())
-
-    def drop(self) -> None:
-        """Let the device memory go. Idempotent."""
-        with self._lock:
             data, self.bytes = self.bytes, None
         if data is not None:
             self._on_clear(data.numel())

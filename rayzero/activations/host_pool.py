@@ -16,7 +16,7 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -71,10 +71,6 @@ class PoolStatus:
     hits: int
     misses: int
     refusals: int
-
-    def as_dict(self) -> dict[str, object]:
-        """Plain values, ready for JSON."""
-        return asdict(self)
 
 
 class HostPool:

@@ -7,7 +7,7 @@ import json
 import threading
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -44,15 +44,6 @@ class GroupTotals:
     on_device: int = 0  # reads whose bytes never left the device
     stall_s: float = 0.0  # seconds the backward waited for copies
 
-    def add(self, other: GroupTotals) -> None:
-        """Add another's sums to these."""
-        for field in fields(self):
-            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
-
-    def as_dict(self) -> dict[str, int | float]:
-        """Plain numbers, ready for JSON."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True)
 class _LaneWait:
@@ -73,35 +64,26 @@ class Ledger:
     def __init__(self, recorder: Recorder) -> None:
         self._lock = threading.Lock()
         self._recorder = recorder
-        self._device = self._peak = 0
+        self.device_bytes = 0  # of committed groups on the device now, each byte once
+        self.peak_device_bytes = 0  # the most since the start or the last ``reset_peak``
         self._totals: dict[str, GroupTotals] = {}
         self._waits: deque[_LaneWait] = deque()  # not counted yet, oldest first
-
-    @property
-    def device_bytes(self) -> int:
-        """Bytes of committed groups on the device now, each byte once."""
-        return self._device
-
-    @property
-    def peak_device_bytes(self) -> int:
-        """The most device bytes since the start or the last ``reset_peak``."""
-        return self._peak
 
     def reset_peak(self) -> None:
         """Let the peak start again from the present bytes."""
         with self._lock:
-            self._peak = self._device
+            self.peak_device_bytes = self.device_bytes
 
     def add_device(self, nbytes: int) -> None:
         """Count ``nbytes`` more device bytes as held."""
         with self._lock:
-            self._device += nbytes
-            self._peak = max(self._peak, self._device)
+            self.device_bytes += nbytes
+            self.peak_device_bytes = max(self.peak_device_bytes, self.device_bytes)
 
     def drop_device(self, nbytes: int) -> None:
         """Count ``nbytes`` device bytes as freed."""
         with self._lock:
-            self._device -= nbytes
+            self.device_bytes -= nbytes
 
     def add(self, name: str, **amounts: int) -> None:
         """Add to the totals of ``name``; ``amounts`` are fields of ``GroupTotals``."""
@@ -136,10 +118,7 @@ class Ledger:
         """A copy of the totals, by group name."""
         self._count_waits()
         with self._lock:
-            copies = {name: GroupTotals() for name in self._totals}
-            for name, totals in self._totals.items():
-                copies[name].add(totals)
-            return copies
+            return {name: replace(totals) for name, totals in self._totals.items()}
 
 
 # ---- what is shown of it --------------------------------------------------------------------------------------------
@@ -168,15 +147,8 @@ class RankSummary:
 
     def as_dict(self) -> dict[str, object]:
         """Plain values, ready for JSON."""
-        return {
-            "rank": self.rank,
-            "groups": {name: totals.as_dict() for name, totals in self.groups.items()},
-            "offloaded_bytes": self.offloaded_bytes,
-            "achieved_fraction": self.achieved_fraction,
-            "device_bytes": self.device_bytes,
-            "peak_device_bytes": self.peak_device_bytes,
-            "host": self.host,
-        }
+        shares = {"offloaded_bytes": self.offloaded_bytes, "achieved_fraction": self.achieved_fraction}
+        return asdict(self) | shares
 
 
 def gather(summary: RankSummary, process_group: ProcessGroup | None = None) -> list[RankSummary]:

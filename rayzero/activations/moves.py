@@ -211,27 +211,14 @@ class Reload:
         """``lane``: its clock times the waits. ``prefetch``: how many groups come back ahead."""
         self._shelf, self._lane, self._order, self._ledger = shelf, lane, order, ledger
         self._prefetch = prefetch
-        self._chunks: dict[ChunkKey, Chunk] = {}
+        self.chunks: dict[ChunkKey, Chunk] = {}  # that are not gone
         self._learned: dict[int, tuple[int, tuple[int, ...]]] = {}  # stage -> number of groups, backward order
-
-    def chunk_began(self, chunk: Chunk) -> None:
-        """A chunk's forward begins."""
-        self._chunks[chunk.key] = chunk
 
     def chunk_gone(self, chunk: Chunk) -> None:
         """Nothing of a chunk is left: remember the order in which it was read."""
-        self._chunks.pop(chunk.key, None)
+        del self.chunks[chunk.key]
         if chunk.begun:
             self._learned[chunk.key.stage] = (len(chunk.groups), tuple(chunk.begun))
-
-    @property
-    def num_chunks(self) -> int:
-        """How many chunks are not gone."""
-        return len(self._chunks)
-
-    def live_chunks(self) -> list[Chunk]:
-        """The chunks that are not gone, oldest first."""
-        return list(self._chunks.values())
 
     def backward_began(self, group: Group) -> None:
         """Bring this group back, and the groups that follow it."""
@@ -247,8 +234,8 @@ class Reload:
         chunk, after = group.chunk, group.index
         yield from self._after(chunk, after)
         following = self._order.expected_after(chunk.key)
-        if following is not None and following in self._chunks:
-            yield from self._after(self._chunks[following], None)
+        if following is not None and following in self.chunks:
+            yield from self._after(self.chunks[following], None)
 
     def _after(self, chunk: Chunk, index: int | None) -> Iterator[Group]:
         order = self._backward_order(chunk)
@@ -359,7 +346,7 @@ class Chunks:
 
     def drop_if_gone(self, chunk: Chunk) -> None:
         """Forget a chunk if nothing of it is left."""
-        if not chunk.gone or chunk not in self._reload.live_chunks():
+        if not chunk.gone or chunk.key not in self._reload.chunks:
             return
         self._reload.chunk_gone(chunk)
         self._order.gone(chunk.key)
@@ -373,9 +360,9 @@ class Chunks:
         policy = replace(self._policy, fraction=1.0) if self.all else self._policy
         chunk = Chunk(key, ChunkQuota(policy, self._last_bytes.get(stage), margin=margin))
         self._current = chunk
-        self._reload.chunk_began(chunk)
+        self._reload.chunks[key] = chunk
         if self._book is not None:
-            self._book.chunk_began(self._reload.num_chunks)
+            self._book.chunk_began(len(self._reload.chunks))
         return chunk
 
     def _close(self) -> None:

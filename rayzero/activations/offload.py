@@ -11,6 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -149,7 +150,7 @@ class ActivationOffload:
         self._delay_groups = frozenset(delay_groups)
         self._delaying = False
         self._enabled = True
-        self._graph_marks = GraphMarks(self._lane)
+        self.graph_marks = GraphMarks(self._lane)  # event hooks for a CUDA graph that contains groups
         self._attachment = Attachment(self, models, offload_modules)
 
     # ------------------------------------------------------------------------------------- scopes
@@ -254,11 +255,6 @@ class ActivationOffload:
 
     # ------------------------------------------------------------------------------------- CUDA graphs
 
-    @property
-    def graph_marks(self) -> GraphMarks:
-        """Event hooks for a CUDA graph that contains groups."""
-        return self._graph_marks
-
     @outside_modes
     def prepare_capture(self, forwards: int = 1) -> None:
         """Make host buffers for ``forwards`` forwards that will be captured before their graphs are gone, each like the
@@ -300,7 +296,7 @@ class ActivationOffload:
                 groups=self._ledger.totals(),
                 device_bytes=self._ledger.device_bytes,
                 peak_device_bytes=self._ledger.peak_device_bytes,
-                host=self._pool.status().as_dict(),
+                host=asdict(self._pool.status()),
             )
 
     def reset_peak(self) -> None:

@@ -173,7 +173,7 @@ class Shelf:
         data = None if entry.resident is None else entry.resident.bytes
         if entry.resident is not None and data is not None and entry.departure is not None:
             entry.departure.before_free(data)
-            entry.resident.drop()
+            entry.resident.clear(held=True)
         self._drop_back(entry)
         if entry.head is not None:
             if entry.arrival is not None:

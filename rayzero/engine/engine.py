@@ -1,13 +1,14 @@
 """The rank's engine: unshards units before use, reshards them after it, and sends their gradients.
 
-All events become four calls: ``open_units`` and ``close_units`` (a module's forward), ``use`` (autograd unpacks a saved
-weight) and ``touched`` (any other operation). They run on the computing thread; transfers only complete futures.
+Events become three calls: ``open_units`` and ``close_units`` (a module's forward), and ``touched`` (any other
+operation). What autograd has saved asks for its unit by itself (handles.py). They run on the computing thread;
+transfers only complete futures.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,13 +21,13 @@ from rayzero.activations.offload import ActivationOffload
 from rayzero.config import ZeroConfig
 from rayzero.engine.autograd.gradients import GradientCollector, GradientSums, TrainedSlots
 from rayzero.engine.autograd.handles import SavedWeights
-from rayzero.engine.autograd.hooks import PassTimes, UnitCalls
-from rayzero.engine.autograd.touch import Unfrozen
-from rayzero.engine.engine_memory import EngineMemory, HeapPeak, MemoryStrategy, make_strategy
-from rayzero.engine.private_torch import graph_task_id, saved_tensor_hooks_allowed
+from rayzero.engine.autograd.hooks import UnitCalls
+from rayzero.engine.autograd.touch import Unfrozen, guard_for
+from rayzero.engine.engine_memory import HEAP_STEPS, EngineMemory, MemoryStrategy
+from rayzero.engine.private_torch import graph_task_id
 from rayzero.engine.rank_products import RankProducts
 from rayzero.engine.rank_step import RankStep
-from rayzero.engine.step_clock import LoopMoments
+from rayzero.engine.step_clock import LoopMoments, PassTimes
 from rayzero.engine.units.param_unit import ParamUnit
 from rayzero.engine.units.residency import Residency, stays_up
 from rayzero.engine.units.schedule import Phase
@@ -38,9 +39,7 @@ from rayzero.layout.model_layout import ModelLayout
 from rayzero.modes import outside_modes
 from rayzero.protocol.messages import GROUP, CheckpointInfo, FileEntry, Hyper, MeanInput, group_number
 from rayzero.telemetry.names import LEARNING_RATE
-from rayzero.telemetry.recorder import End, Recorder, Since
-
-Observer = Callable[[str, str], None]  # verb, unit name: what happens, in order
+from rayzero.telemetry.recorder import Recorder, Since
 
 
 class Engine:
@@ -54,6 +53,9 @@ class Engine:
         self,
         model: nn.Module,
         layout: ModelLayout,
+        units: Sequence[ParamUnit],
+        groups: Sequence[Sequence[int]],
+        root: Sequence[int],
         *,
         step: RankStep,
         transfers: UnitTransfers,
@@ -63,10 +65,12 @@ class Engine:
         measured: Recorder,
         number: int = 0,
     ) -> None:
-        """``recorder``: of this model. ``measured``: of the rank, with all of its models. ``number``: the prepared
-        model's in its run."""
+        """``units``: at the version that is the open step's number. ``groups``: [unit][slot] -> parameter group, < 0
+        for none. ``root``: units of the root module. ``recorder``: of this model. ``measured``: of the rank, with all
+        of its models. ``number``: the prepared model's in its run."""
         self.model = model
         self.layout = layout
+        self.units = list(units)
         self.rank = step.rank
         self.number = number
         self.store = transfers.store
@@ -74,22 +78,18 @@ class Engine:
         self.config = config
         self.residency = residency
         self.device = residency.device
-        self.observers: list[Observer] = []
         self.made_at = time.monotonic()
         self.stepped_at = 0.0  # on the same clock; 0.0: not yet
         self.transfers = transfers
         self._recorder = recorder
         self.since = Since(measured)  # counts of the rank, for stats()
         self.clock = step.clock
-        self.passes = PassTimes(len(layout.units), step.clock, recorder.spans)
-        self._unwatch: list[End] = []
+        self.passes = PassTimes(layout.units, step.clock, recorder.spans)
         self._overlaps = (
             config.overlap == "forward"
             and config.overlap_computation
             and not transfers.owners_share_cores  # they would take them from the next forward
         )
-        self.collector = GradientCollector(self)
-        self.units: list[ParamUnit] = []
         self.calls: list[UnitCalls] = []
         self._sums = GradientSums()  # offload_grads=False
         self._backwards = 0  # graph tasks that pushed since the last step
@@ -98,58 +98,42 @@ class Engine:
         self._trains_in = current_thread()  # the last thread that began a forward or a step
         self.loading = StateDictLoad()
         self.resident = stays_up(layout, config)  # decided once: a recomputation must save what its forward saved
-        self._heap = HeapPeak(step.step if self.device.type == "cpu" and not number else None)
+        self._heap_until = step.step + HEAP_STEPS if self.device.type == "cpu" and not number else 0
         self.activations: ActivationOffload | None = None  # set by prepare if the config asks for it
-        self.memory: EngineMemory
-        self.strategy: MemoryStrategy
-        self.trained: TrainedSlots
-        self.cache: UnitCache
-        self.values: UnitValues
-        self.saved: SavedWeights
-        self.unfrozen: Unfrozen
-        self.registered: Registered
         self.products: RankProducts | None = None  # freed by: close()
         self.loop: LoopMoments | None = None  # of the model whose steps are the loop's
-
-    def adopt(self, units: Sequence[ParamUnit], root: Sequence[int], groups: Sequence[Sequence[int]]) -> None:
-        """Take charge of the units, at the version that is the open step's number. ``root``: units of the root module;
-        ``groups``: [unit][slot] -> parameter group, < 0 for none."""
-        self.units = list(units)
         self.trained = TrainedSlots(self.units, groups)
         self.cache = UnitCache(
             self.units,
             root,
             self.trained.of_unit,
-            step=self.step_state,
-            transfers=self.transfers,
-            residency=self.residency,
-            config=self.config,
-            recorder=self._recorder,
-            note=self._note,
+            step=step,
+            transfers=transfers,
+            residency=residency,
+            config=config,
+            recorder=recorder,
         )
         weights = {key: (unit, i) for unit in units for i, key in enumerate(unit.keys)}
         for unit in units:
             unit.slots = weights
-        cache = self.cache
-        self.values = UnitValues(self.store, cache)
-        self.saved = SavedWeights(weights, self, cache)
+            guard_for(unit, self)
+        self.values = UnitValues(self.store, self.cache)
+        self.collector = GradientCollector(self)
+        self.saved = SavedWeights(weights, self.collector, self.passes, self.cache, resident=self.resident)
         self.unfrozen = Unfrozen(units)
-        self.registered = Registered(self.model, units)
-        self.memory = EngineMemory(self.device, self.residency, self.transfers, self._heap, self._recorder)
-        self.strategy = make_strategy(self.config, self.memory, cache, self._recorder, resident=self.resident)
-        self._unwatch += [self._recorder.watch(source) for source in (self.cache.readings, self.memory.readings)]
+        self.registered = Registered(model, units)
+        self.memory = EngineMemory(self.device, residency, transfers, recorder)
+        gathers = residency.has_buffers and not self.resident  # else autograd saves the Parameters themselves
+        self.strategy = MemoryStrategy(config, self.memory, self.cache, recorder, gathers=gathers)
+        self._unwatch = [recorder.watch(source) for source in (self.cache.readings, self.memory.readings)]
         self.collector.watch([(self.units[i], slots) for i, slots in self.trained.of_unit.items()])
 
     @property
     def version(self) -> int:
         """The published version that units are read at; it equals the number of committed steps."""
-        return self.cache.version
+        return self.step_state.step
 
-    def _note(self, verb: str, unit: str = "") -> None:
-        for observer in self.observers:
-            observer(verb, unit)
-
-    # ---- the four calls
+    # ---- the three calls
 
     @outside_modes
     def open_units(self, units: Sequence[ParamUnit], *, forward: bool = True) -> bool:
@@ -163,7 +147,7 @@ class Engine:
                 unit.open_calls += 1
                 opened.append(unit)
                 self.cache.use(unit, phase)
-            pushed_hooks = self._push_hooks()
+            pushed_hooks = self.saved.push()
         except BaseException:
             for unit in opened:
                 unit.open_calls -= 1
@@ -175,22 +159,9 @@ class Engine:
         self.passes.opened(forward=forward)
         return pushed_hooks
 
-    def _push_hooks(self) -> bool:
-        """Push no hooks if everything stays up until the step: weights that autograd saves stay valid."""
-        if self.resident:
-            return False
-        if not saved_tensor_hooks_allowed():
-            raise UnsupportedError(
-                "torch.func.grad and vjp allow no saved-tensor hooks, but a model needs them unless all of its "
-                "parameters are gathered; raise prefetch_buffer_size and gpu_param_memory_budget until they are, or "
-                "use torch.autograd"
-            )
-        self.saved.push()
-        return True
-
     @outside_modes
     def close_units(self, units: Sequence[ParamUnit], pushed_hooks: bool) -> None:
-        self.passes.closed(units, self._in_forward)
+        self.passes.closed([unit.index for unit in units], self._in_forward)
         if pushed_hooks:
             self.saved.pop()
         for unit in units:
@@ -199,19 +170,6 @@ class Engine:
                 unit.set_guard(True)
         if graph_task_id() < 0:  # after a recomputation its backward follows at once
             self.cache.prefetch()
-
-    def use(self, unit: ParamUnit) -> None:
-        """Autograd unpacks a saved weight of ``unit``: bring it up.
-
-        Under create_graph the node that unpacks the weight saves it again. Hooks pushed here see that; autograd pops
-        them, because it restores its thread's state after every node."""
-        backward = self.collector.in_backward()
-        if backward:
-            self.clock.enter("backward")
-            self.passes.begin_backward()
-            if torch.is_grad_enabled():
-                self._push_hooks()
-        self.cache.use(unit, Phase.BACKWARD if backward else Phase.FORWARD)
 
     @contextmanager
     def touched(self, units: Sequence[ParamUnit]) -> Iterator[None]:
@@ -231,24 +189,19 @@ class Engine:
     def set_flag(self, param: nn.Parameter, unit: ParamUnit, on: bool) -> None:
         self.unfrozen.note(unit, unit.slot_of(param), on)
 
-    def name_of(self, param: nn.Parameter, unit: ParamUnit) -> str:
-        return unit.layout.slots[unit.slot_of(param)].name
-
     @outside_modes
-    def sent_gradient(self, param: nn.Parameter, unit: ParamUnit) -> str | None:
-        if not self.step_state.counts[unit.index] and unit.index not in self._sums:
-            return None
-        return self.name_of(param, unit)
+    def gone_gradient(self, param: nn.Parameter, unit: ParamUnit, *, read: bool) -> str | None:
+        """See ``Toucher``."""
+        slot = unit.slot_of(param)
+        if self._has_sent(unit) or (read and self.step_state.is_spent(unit.index, slot)):
+            return unit.layout.slots[slot].name
+        if not read:
+            self.step_state.drop(unit.index, slot)
+        return None
 
-    @outside_modes
-    def spent_gradient(self, param: nn.Parameter, unit: ParamUnit) -> str | None:
-        """The name of ``param`` if an earlier step has applied its gradient and no zero_grad() followed, else None."""
-        return self.name_of(param, unit) if self.step_state.is_spent(unit.index, unit.slot_of(param)) else None
-
-    @outside_modes
-    def drop_gradient(self, param: nn.Parameter, unit: ParamUnit) -> None:
-        """The user has set ``param.grad`` between two steps, which replaces the gradient that the last one applied."""
-        self.step_state.drop(unit.index, unit.slot_of(param))
+    def _has_sent(self, unit: ParamUnit) -> bool:
+        """Whether gradients of the unit have left their Parameters in this step."""
+        return bool(self.step_state.counts[unit.index]) or unit.index in self._sums
 
     # ---- passes
 
@@ -265,7 +218,7 @@ class Engine:
         self.registered.check()
         if torch.is_grad_enabled():
             self.unfrozen.look()
-        self.cache.begin_pass(self._more_backwards, self.strategy.most_ahead)
+        self.cache.begin_pass(self._more_backwards, self.strategy.depth)
 
     @property
     def _more_backwards(self) -> bool:
@@ -276,19 +229,22 @@ class Engine:
     def end_forward(self) -> None:
         self._in_forward = False
         self.passes.end_forward()
-        self._heap.look(self.step_state.step)
+        self._sample_heap()
         self.strategy.look()
         self.cache.prefetch()
         if not torch.is_grad_enabled():
             self.clock.enter("data")
 
-    def backward_over(self, nested: bool) -> None:
+    def _sample_heap(self) -> None:
+        """Memory is high at the end of a forward, and when a unit's gradients are complete."""
+        if self.step_state.step < self._heap_until:
+            self.memory.sample_heap()
+
+    def backward_over(self) -> None:
         """See ``GradientEvents``."""
-        if not nested:
-            self.clock.enter("data")
-            self.passes.end_backward()
-            self._backwards += 1
-            self.cache.backward_over(self._more_backwards)
+        self.passes.end_backward()
+        self._backwards += 1
+        self.cache.backward_over(self._more_backwards)
 
     def drain(self) -> None:
         """End what an exception left open: graph tasks and forwards whose end torch did not report."""
@@ -301,14 +257,13 @@ class Engine:
 
     def completed(self, unit: ParamUnit) -> None:
         """See ``GradientEvents``: push the unit's gradients, or sum them on the device."""
-        self.clock.enter("backward")
-        self.passes.completed(unit)
-        self._heap.look(self.step_state.step)
+        self.passes.completed(unit.index)
+        self._sample_heap()
         grads = unit.take_grads(self.trained.of_unit[unit.index])
         if all(grad is None for grad in grads):
             return
         self.step_state.refuse_backward()
-        self._note("push", unit.name)
+        self.cache.note("push", unit.name)
         if not self.config.offload_grads:
             self._sums.add(unit, grads)
         else:
@@ -405,7 +360,7 @@ class Engine:
         if self.products is not None:
             self.products.begin(self.step_state.step, self.step_state.deciding)
         self.stepped_at = time.monotonic()
-        self._note("finish")
+        self.cache.note("finish")
         self._backwards = 0
         self.cache.advance()
         self.strategy.act(self.activations)
@@ -446,7 +401,7 @@ class Engine:
             return
         ours = [(unit, slot) for unit, slot in trained if id(unit.params[slot]) in given]
         for unit, slot in ours:
-            if self.sent_gradient(unit.params[slot], unit) is not None:
+            if self._has_sent(unit):
                 raise GradientAccessError(
                     f"zero_grad() was called on a part of the model, but the gradient of "
                     f"{unit.layout.slots[slot].name!r} has already gone to the optimizer owners, together with those "
@@ -458,24 +413,24 @@ class Engine:
     @outside_modes
     def save(self, directory: Path, files: tuple[FileEntry, ...]) -> CheckpointInfo:
         """Write the present version as a checkpoint; every rank calls it. Waits until it is complete."""
-        self.clock.enter("checkpoint")
-        try:
-            self.drain()
-            self.cache.write_back()
+        with self._saving():
             return self.store.save(self.version, directory, files).result()
-        finally:
-            self.clock.enter("data")
 
     @outside_modes
     def begin_save(self, directory: Path, files: tuple[FileEntry, ...]) -> Future[CheckpointInfo]:
         """Begin to write the present version as a checkpoint; every rank calls it. Waits until all have; the future is
         done when it is complete."""
+        with self._saving():
+            self.store.begin_save(self.version, directory, files).result()
+            return self.store.save(self.version, directory, files, begun=True)
+
+    @contextmanager
+    def _saving(self) -> Iterator[None]:
         self.clock.enter("checkpoint")
         try:
             self.drain()
             self.cache.write_back()
-            self.store.begin_save(self.version, directory, files).result()
-            return self.store.save(self.version, directory, files, begun=True)
+            yield
         finally:
             self.clock.enter("data")
 
@@ -518,13 +473,10 @@ class Engine:
     def take_loaded(self, param: nn.Parameter, unit: ParamUnit, value: Tensor) -> bool:
         return self.loading.take(param, unit, value)
 
-    def begin_load(self, module: nn.Module) -> None:
-        """See ``LoadEvents``."""
-        self.loading.begin(module)
-
     @outside_modes
     def end_load(self, module: nn.Module) -> None:
-        """See ``LoadEvents``: send the values to the owners, unit by unit. Every rank calls it with equal values."""
+        """A module's load_state_dict() has ended without an exception: send its values to the owners, unit by unit.
+        Every rank calls it with equal values."""
         values = self.loading.end(module)
         if values is None:
             return

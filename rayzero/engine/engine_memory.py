@@ -22,7 +22,7 @@ import gc
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from time import monotonic, perf_counter
 
 import torch
@@ -33,8 +33,8 @@ from rayzero.engine.units.residency import Residency
 from rayzero.engine.units.transfers import UnitTransfers
 from rayzero.engine.units.unit_cache import UnitCache
 from rayzero.memory.mapping import locked_bytes
-from rayzero.memory.pressure import Pressure, PressureGauge, PressureLimits, Resource, read_memory
-from rayzero.memory.process_memory import give_back_freed, heap_use
+from rayzero.memory.pressure import Pressure, PressureGauge, PressureLimits, Resource
+from rayzero.memory.process_memory import give_back_freed, heap_use, resident_bytes
 from rayzero.quantities import format_bytes
 from rayzero.telemetry.names import (
     GPU_ALLOC_RETRIES,
@@ -71,6 +71,11 @@ def fullest(shares: Mapping[Resource, float], of: frozenset[Resource]) -> float:
 def held_pressure(held: float, reading: float) -> float:
     """The pressure to decide by after a reading; ``held``: that before it. [Note: hysteresis]"""
     return min(max(held, reading), reading + MARGIN)
+
+
+def held_pressures(held: Mapping[Resource, float], readings: Mapping[Resource, float]) -> dict[Resource, float]:
+    """``held_pressure`` of each resource that was read."""
+    return {resource: held_pressure(held.get(resource, 0.0), share) for resource, share in readings.items()}
 
 
 def scaled_depth(depth: int, pressure: float, strategy: AutoMemoryStrategy) -> int:
@@ -152,20 +157,6 @@ def measures(strategy: AutoMemoryStrategy, held: Mapping[Resource, float], depth
     )
 
 
-@dataclass(slots=True)
-class HeldPressures:
-    """Held pressures by resource, from reading to reading."""
-
-    shares: dict[Resource, float] = field(default_factory=dict)
-
-    def read(self, pressure: Pressure) -> None:
-        """Take a reading."""
-        self.shares = {
-            resource: held_pressure(self.shares.get(resource, 0.0), share)
-            for resource, share in pressure.shares.items()
-        }
-
-
 class Retry:
     """When an action that was done may be done again: once a fifth of the room that was left is used up, or after a
     minute; after two, four and up to 64 minutes if it did not help. So a pressure that stays or swings costs little,
@@ -195,27 +186,12 @@ ACTIONS = ("garbage", "units", "buffers", "malloc", "device", "prefetch", "activ
 activations leave the device."""
 
 _WORTH = 0.01  # of a process's resident bytes: freeing less is not worth a collection, which takes 0.2 to 0.8 s
-_STEPS = 3  # later steps are like them, and mallinfo2 takes up to a millisecond on a large heap
+HEAP_STEPS = 3  # in which the heap is sampled: later ones are like them, and it takes up to a millisecond
 _ALLOCATOR = {
     "allocated": "allocated_bytes.all.current",
     "reserved": "reserved_bytes.all.current",
     "peak_active": "active_bytes.all.peak",
 }
-
-
-class HeapPeak:
-    """Reads malloc's statistics when memory is high: at the end of a forward, and when a unit's gradients are
-    complete."""
-
-    def __init__(self, first_step: int | None) -> None:
-        """``first_step``: the first step that this rank takes; None: never sample."""
-        self._end = 0 if first_step is None else first_step + _STEPS
-        self.peak = 0  # bytes; 0: not sampled yet
-
-    def look(self, step: int) -> None:
-        """Sample now, during ``step``."""
-        if step < self._end and (use := heap_use()) is not None:
-            self.peak = max(self.peak, use.used)
 
 
 class EngineMemory:
@@ -228,20 +204,18 @@ class EngineMemory:
         device: torch.device,
         residency: Residency,
         transfers: UnitTransfers,
-        heap: HeapPeak,
         recorder: Recorder,
     ) -> None:
         """``device``: the one that the rank computes on."""
-        self.device, self._residency, self._transfers, self._heap = device, residency, transfers, heap
-        self._recorder = recorder
+        self.device, self._residency, self._transfers, self._recorder = device, residency, transfers, recorder
+        self._heap_peak = 0  # bytes; 0: not sampled yet
         self.freed: dict[str, Freed] = {}  # by action, since the start or the last reset of stats
         for action in ACTIONS:
             self._record(action, Freed(bytes=0))
 
-    @property
-    def gathers(self) -> bool:
-        """Whether some units are gathered into buffers of this rank, not read from the owners' memory."""
-        return self._residency.has_buffers
+    def sample_heap(self) -> None:
+        """Memory is high: read malloc's statistics."""
+        self._heap_peak = max(self._heap_peak, _heap_used() or 0)
 
     def readings(self) -> Iterator[Reading]:
         """Bytes of gathered parameters and of gradients in flight, and what the device's allocator reports."""
@@ -249,8 +223,8 @@ class EngineMemory:
         held = {("param", "gpu" if on_gpu else "ram"): self._residency.allocated, **self._transfers.allocated()}
         for (kind, tier), size in held.items():
             yield Reading(MEMORY_BYTES, size, {"kind": kind, "tier": tier})
-        if self._heap.peak:
-            yield Reading(HEAP_BYTES, self._heap.peak, {"kind": "peak"})
+        if self._heap_peak:
+            yield Reading(HEAP_BYTES, self._heap_peak, {"kind": "peak"})
         if on_gpu:
             yield Reading(PINNED_BYTES, locked_bytes(), {})
             yield from _allocator(self.device)
@@ -266,7 +240,7 @@ class EngineMemory:
         - ``device``: on CUDA, torch's allocator gives back what it keeps. Bytes that it has reserved less."""
         done = {"garbage": _freeing(gc.collect, _heap_used)}
         if cache is not None:
-            done["units"] = _freeing(cache.release_idle, lambda: self._residency.used)
+            done["units"] = _freeing(cache.release_idle, lambda: self._residency.budget.used)
         done |= self._give_back(activations)
         self._count(done)
         return done
@@ -274,9 +248,9 @@ class EngineMemory:
     def shrink(self, cache: UnitCache, share: float) -> Freed:
         """Let gathered units keep at most ``share`` of their budget from now on; idle ones beyond it are resharded, and
         their buffers dropped. Bytes of units and buffers."""
-        before, start = self._residency.used + self._residency.allocated, perf_counter()
+        before, start = self._residency.budget.used + self._residency.allocated, perf_counter()
         cache.shrink(share)
-        after = self._residency.used + self._residency.allocated
+        after = self._residency.budget.used + self._residency.allocated
         done = Freed(count=1, bytes=max(0, before - after), seconds=perf_counter() - start)
         self._count({"units": done})
         return done
@@ -290,7 +264,7 @@ class EngineMemory:
         before = perf_counter()
         dropped = residency.trim() + transfers.trim() + (activations.trim() if activations is not None else 0)
         done = {"buffers": Freed(count=1, bytes=dropped, seconds=perf_counter() - before)}
-        done["malloc"] = _freeing(give_back_freed, lambda: read_memory().cpu_used)
+        done["malloc"] = _freeing(give_back_freed, resident_bytes)
         if self.device.type == "cuda":
             done["device"] = _freeing(torch.cuda.empty_cache, lambda: torch.cuda.memory_reserved(self.device))
         return done
@@ -341,21 +315,27 @@ class MemoryStrategy:
 
     def __init__(
         self,
-        strategy: AutoMemoryStrategy,
-        gauge: PressureGauge,
-        relief: Relief,
+        config: ZeroConfig,
         memory: EngineMemory,
         cache: UnitCache,
         recorder: Recorder,
+        *,
+        gathers: bool,
     ) -> None:
-        self.gauge = gauge
+        """``gathers``: some units are gathered into memory of the rank, and may be resharded at any time."""
+        limits = PressureLimits(
+            max_cpu_memory_mb=config.max_cpu_memory_mb,
+            max_gpu_memory_mb=config.max_gpu_memory_mb,
+            slab_dir=config.shared_directory,
+        )
+        self.gauge = PressureGauge(memory.device, limits)
         self.changes = 0  # of the measures in force, since the start or the last reset of stats
-        self._strategy = strategy
-        self._relief = relief
+        self._strategy = config.auto_memory_management
+        self._relief = Relief.of_rank(cuda=memory.device.type == "cuda", own_buffers=gathers)
         self._memory = memory
         self._cache = cache
         self._recorder = recorder
-        self._held = HeldPressures()
+        self._held: dict[Resource, float] = {}  # pressures; see ``held_pressure``
         self._retry = Retry()
         self._seen = 0  # readings that were acted on
         self.now = Measures(depth=cache.most_ahead)
@@ -375,7 +355,7 @@ class MemoryStrategy:
         return pressure
 
     def _take(self, pressure: Pressure) -> None:
-        self._held.read(pressure)
+        self._held = held_pressures(self._held, pressure.shares)
         for resource, share in pressure.shares.items():
             self._recorder.set(MEMORY_PRESSURE_RATIO, share, resource=resource.value)
         if pressure.stalls is not None:
@@ -388,7 +368,7 @@ class MemoryStrategy:
         if self._seen == self.gauge.taken or self.gauge.pressure is None:
             return
         self._seen = self.gauge.taken
-        wanted, before = self._measures(self._cache.most_ahead), self.now
+        wanted, before = self._measures(), self.now
         if activations is None:
             wanted = replace(wanted, activations=False)
         due = self._retry.due(monotonic(), fullest(self.gauge.pressure.shares, self._relief.collect))
@@ -396,11 +376,11 @@ class MemoryStrategy:
         if wanted.collect and due:
             done |= self._memory.free(None, activations)
             gained = sum(one.bytes or 0 for one in done.values())
-            self._retry.done(monotonic(), helped=gained >= _WORTH * read_memory().cpu_used)
+            self._retry.done(monotonic(), helped=gained >= _WORTH * resident_bytes())
         if wanted.depth < before.depth:
             self._memory.count("prefetch")
         if wanted.residency != before.residency:
-            self._cache.adapt(self.most_ahead)  # the window that shrink() keeps follows the depth
+            self._cache.adapt(wanted.depth)  # the window that shrink() keeps follows the depth
             freed = self._memory.shrink(self._cache, wanted.residency)
             done |= {"units": freed} if wanted.residency < before.residency else {}
         if activations is not None and wanted.activations != before.activations:
@@ -411,12 +391,13 @@ class MemoryStrategy:
             self.changes += 1
             self._tell(self.gauge.pressure, wanted, before, done)
 
-    def most_ahead(self, depth: int) -> int:
-        """The prefetch depth that the held pressure leaves of ``depth``."""
-        return self._measures(depth).depth
+    @property
+    def depth(self) -> int:
+        """The prefetch depth that the held pressure leaves."""
+        return self._measures().depth
 
-    def _measures(self, depth: int) -> Measures:
-        return measures(self._strategy, self._held.shares, depth, self._relief)
+    def _measures(self) -> Measures:
+        return measures(self._strategy, self._held, self._cache.most_ahead, self._relief)
 
     def restart(self) -> None:
         """Forget readings and counts; measures stay in force."""
@@ -442,27 +423,6 @@ class MemoryStrategy:
             _described(wanted, self._cache.most_ahead),
             f"; freed: {freed}" if freed else "",
         )
-
-
-def make_strategy(
-    config: ZeroConfig, memory: EngineMemory, cache: UnitCache, recorder: Recorder, *, resident: bool
-) -> MemoryStrategy:
-    """The strategy of ``config``. ``resident``: all units stay up from first use to step, because autograd saves the
-    Parameters themselves."""
-    limits = PressureLimits(
-        max_cpu_memory_mb=config.max_cpu_memory_mb,
-        max_gpu_memory_mb=config.max_gpu_memory_mb,
-        slab_dir=config.shared_directory,
-    )
-    device = memory.device
-    return MemoryStrategy(
-        config.auto_memory_management,
-        PressureGauge(device, limits),
-        Relief.of_rank(cuda=device.type == "cuda", own_buffers=memory.gathers and not resident),
-        memory,
-        cache,
-        recorder,
-    )
 
 
 def _described(wanted: Measures, depth: int) -> str:

@@ -286,7 +286,7 @@ class OffloadManager:
     def _adapt(self) -> Adaptation:
         engine = self._engine
         before, pressure = engine.cache.depth, engine.strategy.measure().share
-        engine.cache.adapt(engine.strategy.most_ahead)
+        engine.cache.adapt(engine.strategy.depth)
         link = measured_link(engine)
         return Adaptation(
             pressure=pressure,

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import ReferenceType, WeakKeyDictionary, ref
@@ -19,8 +20,8 @@ from rayzero.activations.offload import ActivationOffload
 from rayzero.concurrency.threads import with_index
 from rayzero.config import ZeroConfig
 from rayzero.convert.weights import Weights, WeightSource
-from rayzero.engine.autograd.hooks import CastInputs, CopyEntries, UnitCalls, hook_units
-from rayzero.engine.autograd.touch import ShardedParameter, guard_classes, guard_for, require_keepable, route_zero_grad
+from rayzero.engine.autograd.hooks import CallingHook, CastInputs, CopyEntries, UnitCalls, hook_units
+from rayzero.engine.autograd.touch import ShardedParameter, guard_classes, require_keepable, route_zero_grad
 from rayzero.engine.checkpoint import (
     check_resume,
     chosen_resume,
@@ -43,10 +44,10 @@ from rayzero.engine.start.plan_notes import tell_plan
 from rayzero.engine.start.unit_init import Init, materialise
 from rayzero.engine.step_clock import StepClock
 from rayzero.engine.units.param_unit import ParamUnit
-from rayzero.engine.units.partition import UnitPlan, UnitRule, build_layout
+from rayzero.engine.units.partition import ROOT, UnitPlan, UnitRule, build_layout
 from rayzero.engine.units.residency import Residency, mapped_units, stays_up
 from rayzero.engine.units.transfers import make_transfers
-from rayzero.engine.values import hook_state_dict_loads
+from rayzero.engine.values import BeforeStateDictLoad
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.kernels import ADAMS, check_moments
 from rayzero.kernels.newton_schulz import require_divided
@@ -176,8 +177,7 @@ def prepare(
         if context.connect is not None and not number:
             keep_began(store, attached, began)
         start.bring(store.load if attached.needs_load and context.rank == 0 else None)
-        engine = _engine(model, store, plan, spec, config, context, device, version, number, recorder)
-        engine.adopt(_make_units(plan, params, engine, device), _root_units(plan), spec.group_of)
+        engine = _engine(model, params, store, plan, spec, config, context, device, version, number, recorder)
         if config.matrix_updates == "rank":
             engine.products = RankProducts(store, spec, context.rank, device, recorder)
         engine.activations = _offload_activations(model, engine, config, context, recorder)
@@ -233,18 +233,13 @@ def _start(
 
 def _check_arguments(model: object, optimizer: object, config: object) -> None:
     several = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
-    kinds = (
-        ("model", model, nn.Module),
-        *(("optimizer", one, torch.optim.Optimizer) for one in several),
-        ("config", config, ZeroConfig),
-    )
-    for name, value, kind in kinds:
-        if not isinstance(value, kind) and not (name == "config" and value is None):
-            whole = (
-                "ZeroConfig"
-                if kind is ZeroConfig
-                else f"torch.{'nn' if kind is nn.Module else 'optim'}.{kind.__name__}"
-            )
+    kinds: list[tuple[str, object, Any, str]] = [
+        ("model", model, nn.Module, "torch.nn.Module"),
+        *(("optimizer", one, torch.optim.Optimizer, "torch.optim.Optimizer") for one in several),
+        ("config", config, ZeroConfig | None, "ZeroConfig"),
+    ]
+    for name, value, kind, whole in kinds:
+        if not isinstance(value, kind):
             raise ConfigError(f"rayzero.prepare: {name} must be a {whole}, got {type(value).__name__}")
 
 
@@ -408,10 +403,6 @@ def _host_bytes(model: nn.Module) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in memory}.values())
 
 
-def _root_units(plan: UnitPlan) -> list[int]:
-    return [unit for unit, module in enumerate(plan.modules) if module == ""]
-
-
 # ---- store, engine, units ---------------------------------------------------------------------------------------
 
 
@@ -439,6 +430,7 @@ def _alone(config: ZeroConfig, context: RankContext, device: torch.device) -> Pa
 
 def _engine(
     model: nn.Module,
+    params: Mapping[str, nn.Parameter],
     store: ParameterStore,
     plan: UnitPlan,
     spec: ModelSpec,
@@ -464,6 +456,9 @@ def _engine(
     return Engine(
         model,
         plan.layout,
+        _make_units(plan, params, device),
+        spec.group_of,
+        [unit for unit, module in enumerate(plan.modules) if module == ROOT],
         step=step,
         transfers=transfers,
         residency=Residency(
@@ -480,18 +475,13 @@ def _engine(
     )
 
 
-def _make_units(
-    plan: UnitPlan, params: Mapping[str, nn.Parameter], engine: Engine, device: torch.device
-) -> list[ParamUnit]:
+def _make_units(plan: UnitPlan, params: Mapping[str, nn.Parameter], device: torch.device) -> list[ParamUnit]:
     units = []
     for layout in plan.layout.units:
         ours = [params[slot.name] for slot in layout.slots]
         for param in ours:
             _convert(param, layout, device)
-        guards = guard_classes(engine, ours)
-        unit = ParamUnit(layout, ours, guards)
-        guard_for(guards, unit)
-        units.append(unit)
+        units.append(ParamUnit(layout, ours, guard_classes(ours)))
     return units
 
 
@@ -534,7 +524,8 @@ def _hook(model: nn.Module, plan: UnitPlan, engine: Engine, config: ZeroConfig) 
         engine.calls.append(calls)
         hook_units(modules[name], calls)
     for module in model.modules():
-        hook_state_dict_loads(module, engine)
+        module.register_load_state_dict_pre_hook(BeforeStateDictLoad(module, engine.loading))  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_post_hook(CallingHook(module, partial(engine.end_load, module)))  # type: ignore[no-untyped-call]
         if any(True for _ in module.parameters(recurse=False)):
             module.register_state_dict_post_hook(CopyEntries(module))  # type: ignore[no-untyped-call]
     _cast_inputs(model, engine, config)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar, cast, runtime_checkable
+from typing import Any, Protocol, TypeVar, cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -136,10 +136,8 @@ graph_task_id: Callable[[], int] = _C._current_graph_task_id
 will_execute: Callable[[Any], bool] = _C._will_engine_execute_node
 """Whether the running backward will reach an AccumulateGrad node. Only inside one of its hooks."""
 
-
-def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Run ``callback`` when the running backward has ended (not after an exception)."""
-    _engine.queue_callback(callback)
+at_end_of_backward: Callable[[Callable[[], None]], None] = _engine.queue_callback
+"""Run a callback when the running backward has ended (not after an exception)."""
 
 
 def saved_tensor_hooks_below() -> tuple[PackHook, UnpackHook] | None:
@@ -185,19 +183,11 @@ pop_saved_tensor_hooks: Callable[[], None] = _autograd._pop_saved_tensors_defaul
 # ---- loss scaling -----------------------------------------------------------------------------------------------
 
 
-@runtime_checkable
-class _UnscalesItself(Protocol):
-    """An optimizer whose gradients a GradScaler cannot read."""
-
-    def unscale_gradients(self, factor: float) -> bool:
-        """Multiply the gradients by ``factor``; returns whether they are finite."""
-        ...
-
-
 @functools.cache
 def route_unscaling() -> None:
-    """Patch ``torch.amp.GradScaler`` to call ``unscale_gradients`` of optimizers that have it, where torch reads
-    ``.grad`` of each parameter. Other optimizers are treated as before.
+    """Patch ``torch.amp.GradScaler`` to call ``unscale_gradients(factor)`` of optimizers that have it, where torch
+    reads ``.grad`` of each parameter: it multiplies the gradients and returns whether they are finite. Other optimizers
+    are treated as before.
 
     Torch has no hook for gradients that have left the parameters, perhaps all of them. (DTensor's stay on the
     parameters and handle the operation themselves.)"""
@@ -206,9 +196,10 @@ def route_unscaling() -> None:
 
     @functools.wraps(by_torch)
     def unscale_grads(scaler: Any, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Any:
-        if not isinstance(optimizer, _UnscalesItself):
+        unscale_gradients = getattr(optimizer, "unscale_gradients", None)
+        if unscale_gradients is None:
             return by_torch(scaler, optimizer, inv_scale, found_inf, allow_fp16)
-        if not optimizer.unscale_gradients(float(inv_scale)):
+        if not unscale_gradients(float(inv_scale)):
             found_inf.fill_(1.0)
         return {found_inf.device: found_inf}
 

@@ -1,8 +1,8 @@
 """``rayzero.stats``: what a rank has measured of a prepared model, read where its engine has it.
 
-Nothing is measured twice for it: phases and waits are in ``step_clock.py``, passes by unit in
-``autograd/hooks.py``, copies in ``units/unit_cache.py`` and ``rank_step.py``, readings and advice in
-``memory/pressure.py`` and ``engine/engine_memory.py``.
+Nothing is measured twice for it: phases, waits and passes by unit are in ``step_clock.py``, copies in
+``units/unit_cache.py`` and ``rank_step.py``, readings and advice in ``memory/pressure.py`` and
+``engine/engine_memory.py``.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from rayzero.engine.engine import Engine
 from rayzero.engine.prepare import engine_of
 from rayzero.engine.units.param_unit import ParamUnit, UnitState
 from rayzero.errors import ConfigError
-from rayzero.lanes.lane import LinkSpeed
-from rayzero.memory.pressure import read_memory
-from rayzero.memory.process_memory import peak_resident
+from rayzero.lanes.lane import LinkSpeed, measure_link
+from rayzero.memory.process_memory import peak_resident, resident_bytes
 from rayzero.telemetry.names import (
     BUILD_INFO,
     MEMORY_BYTES,
@@ -127,7 +126,7 @@ def restart_stats(engine: Engine) -> None:
     engine.cache.times.arrived.restart()
     engine.cache.evictions = 0
     engine.step_state.sent.restart()
-    engine.residency.restart_peak()
+    engine.residency.budget.restart_peak()
     engine.strategy.restart()
     engine.memory.freed.clear()
 
@@ -138,7 +137,7 @@ def measured_link(engine: Engine) -> LinkSpeed | None:
     transfers, built = engine.transfers, engine.since.recorder.gauges().get(BUILD_INFO, {})
     far = any("grpc" in dict(labels)["transport"] for labels in built)
     if transfers.link is None and (engine.device.type == "cuda" or not far):
-        transfers.measure_link(engine.device)
+        transfers.link = measure_link(engine.device)  # tens of milliseconds
     return transfers.link
 
 
@@ -198,7 +197,7 @@ def _memory(engine: Engine) -> MemoryStats:
     by_kind = Counter[str]()
     for labels, size in held.get(MEMORY_BYTES, {}).items():
         by_kind[dict(labels)["kind"]] += int(size)
-    on_gpu, now = engine.device.type == "cuda", read_memory(engine.device)
+    on_gpu = engine.device.type == "cuda"
     return MemoryStats(
         parameters=_elements(engine.units),
         device_parameters=_elements(up),
@@ -208,10 +207,10 @@ def _memory(engine: Engine) -> MemoryStats:
         owner_bytes=_owners(engine, by_kind),
         owner_original_bytes=int(sum(held.get(MEMORY_ORIGINAL_BYTES, {}).values())) or None,
         gathered_limit=engine.config.gpu_param_memory_budget,
-        gathered_peak=engine.residency.peak,
-        device_used=now.gpu_used if on_gpu else None,
+        gathered_peak=engine.residency.budget.peak,
+        device_used=torch.cuda.memory_allocated(engine.device) if on_gpu else None,
         device_peak=torch.cuda.max_memory_allocated(engine.device) if on_gpu else None,
-        host_used=now.cpu_used,
+        host_used=resident_bytes(),
         host_peak=peak_resident(),
     )
 

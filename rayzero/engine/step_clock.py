@@ -1,18 +1,32 @@
-"""Measures where a rank's step time goes: one stopwatch that always runs, always in exactly one phase.
+"""Measures where a rank's step time goes: one stopwatch that always runs, always in exactly one phase. And which
+units it goes to in forward and backward: always as sums, and as spans while a trace is wanted.
 
 Metrics get a step's seconds when it ends. ``rayzero.stats`` reads what the stopwatch has added up until now.
 
 [Note: phases] Every moment from one step() to the next is in exactly one phase, so phases add up to the step. A wait is
 a phase of its own, taken out of the phase that it interrupts. Backward begins with the first weight or gradient that
 autograd touches; the loss still belongs to forward. The loop's work between passes is "data".
+
+[Note: backward by unit] Torch does not report when autograd begins with a unit. A unit's time runs from the completion
+of the unit before it (for the first one: from the end of the forward, or from the first weight that autograd unpacked)
+to its own completion. In a chain of layers that is its backward; where branches meet, it includes some of theirs.
+
+[Note: time by layer] Sums leave out what a layer waited for, and the time of unit modules inside it, so layers do not
+count a second twice. A module with several units counts under the first of them. These are the host's seconds: on CUDA
+they are what issuing the kernels took, and whatever the host waited for in between.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter, time
 from typing import Protocol
 
+import torch
+
+from rayzero.engine.private_torch import graph_task_id
+from rayzero.layout.model_layout import UnitLayout
 from rayzero.protocol.messages import MeanInput
 from rayzero.telemetry.names import (
     EXPOSED_WAIT_SECONDS,
@@ -25,6 +39,7 @@ from rayzero.telemetry.names import (
     TOKENS,
 )
 from rayzero.telemetry.recorder import Recorder
+from rayzero.telemetry.spans import Spans
 from rayzero.telemetry.stats import Tally
 
 PHASES = ("data", "forward", "backward", "grad_push", "norm", "optimizer", "fetch_wait", "checkpoint")
@@ -139,10 +154,10 @@ class StepClock:
             self._entered = now
         self._phase, self._since = phase, now
 
-    def waited(self, cause: str, seconds: float, *, ago: float = 0.0) -> None:
-        """Record a wait of ``seconds`` that ended ``ago`` seconds before now. ``cause``: a key of ``_WAITS``."""
+    def waited(self, cause: str, seconds: float) -> None:
+        """Record a wait of ``seconds`` that ends now. ``cause``: a key of ``_WAITS``."""
         self.exposed(cause, seconds)
-        self.blocked(cause, seconds, ago=ago)
+        self.blocked(cause, seconds)
 
     def exposed(self, cause: str, seconds: float) -> None:
         """The computation stood for ``seconds``, which a device may tell later."""
@@ -188,3 +203,84 @@ class StepClock:
         self._recorder.set(LAST_STEP_TIMESTAMP, time())
         self._began, self.step = self._since, steps
         self._spent = dict.fromkeys(PHASES, 0.0)
+
+
+class PassTimes:
+    """Times a rank's passes, on the computing thread.
+
+    Knows when modules' forwards began and units' gradients were complete; not what they compute."""
+
+    def __init__(self, units: Sequence[UnitLayout], clock: StepClock, spans: Spans) -> None:
+        self._names = [unit.name for unit in units]
+        self._clock = clock
+        self._spans = spans
+        self._opened: list[list[float]] = []  # running calls, outermost first: [began, waited before, time of others]
+        self._since = perf_counter()  # backward has been working on the next unit
+        self._waited = clock.waiting  # until then
+        self._in_backward = False
+        self._graph_in = -1  # the last step in which a module's forward ran with grad
+        self.forward = [Tally() for _ in units]
+        self.backward = [Tally() for _ in units]
+        self.forwards = self.backwards = 0
+
+    def restart(self) -> None:
+        """Add up from now on."""
+        for tally in (*self.forward, *self.backward):
+            tally.restart()
+        self.forwards = self.backwards = 0
+
+    def opened(self, *, forward: bool) -> None:
+        """Units are up, and something begins to compute. ``forward``: a module's; else an operation on parameters."""
+        if forward and torch.is_grad_enabled():
+            self._graph_in = self._clock.step
+        self._opened.append([perf_counter(), self._clock.waiting, 0.0])
+
+    @property
+    def may_have_graph(self) -> bool:
+        """Whether autograd may have saved something in a module's forward of the open step."""
+        return self._graph_in == self._clock.step
+
+    def closed(self, units: Sequence[int], in_forward: bool) -> None:
+        """The module has ended. ``in_forward``: the model's own forward is running."""
+        began, waited, others = self._opened.pop()
+        if not units:
+            return
+        now = perf_counter()
+        active = now - began - (self._clock.waiting - waited)
+        if self._opened:
+            self._opened[-1][2] += active
+        recomputed = graph_task_id() >= 0
+        if in_forward and not recomputed:
+            self.forward[units[0]].add(active - others)
+        if self._spans.wanted:
+            lane = "backward" if recomputed else "forward" if in_forward else "touch"
+            self._spans.add(lane, ", ".join(self._names[unit] for unit in units), began, now, self._clock.step)
+
+    def end_forward(self) -> None:
+        self.forwards += graph_task_id() < 0  # a recomputation is part of its backward
+        self._mark(perf_counter())
+
+    def begin_backward(self) -> None:
+        """Autograd unpacks a weight or delivers a gradient, for the first time in this pass or again."""
+        self._clock.enter("backward")
+        if not self._in_backward:
+            self._in_backward = True
+            self._mark(perf_counter())
+
+    def completed(self, unit: int) -> None:
+        """The unit has all gradients that this pass brings."""
+        self._clock.enter("backward")
+        self._in_backward = True
+        now = perf_counter()
+        self.backward[unit].add(now - self._since - (self._clock.waiting - self._waited))
+        if self._spans.wanted:
+            self._spans.add("backward", self._names[unit], self._since, now, self._clock.step)
+        self._mark(now)
+
+    def end_backward(self) -> None:
+        self._clock.enter("data")
+        self._in_backward = False
+        self.backwards += 1
+
+    def _mark(self, now: float) -> None:
+        self._since, self._waited = now, self._clock.waiting

@@ -13,13 +13,12 @@ allowed: only ``torch.func.functional_call`` puts one there, for one call.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rayzero.engine.autograd.hooks import CallingHook, ModuleHook
+from rayzero.engine.autograd.hooks import ModuleHook
 from rayzero.engine.private_torch import storage_keys
 from rayzero.engine.units.param_unit import ParamUnit
 from rayzero.engine.units.unit_cache import UnitCache
@@ -160,24 +159,12 @@ class StateDictLoad:
         self._module, self._values = None, {}
 
 
-class LoadEvents(Protocol):
-    """What the hooks around load_state_dict() report, to the engine."""
-
-    def begin_load(self, module: nn.Module) -> None:
-        """A module's load_state_dict() begins, perhaps within that of another."""
-        ...
-
-    def end_load(self, module: nn.Module) -> None:
-        """It has ended without an exception."""
-        ...
-
-
 class BeforeStateDictLoad(ModuleHook):
     """Says when a module's load_state_dict() begins."""
 
-    def __init__(self, module: nn.Module, events: LoadEvents) -> None:
+    def __init__(self, module: nn.Module, loading: StateDictLoad) -> None:
         super().__init__(module)
-        self._events = events
+        self._loading = loading
 
     def __call__(self, module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:
         if module is not self.module:
@@ -187,10 +174,4 @@ class BeforeStateDictLoad(ModuleHook):
                 "load_state_dict(assign=True) after rayzero.prepare() would put other Parameters in place of those the "
                 "optimizer owners fill; use assign=False, which copies"
             )
-        self._events.begin_load(module)
-
-
-def hook_state_dict_loads(module: nn.Module, events: LoadEvents) -> None:
-    """Have each load_state_dict() of ``module`` reported, also within that of another."""
-    module.register_load_state_dict_pre_hook(BeforeStateDictLoad(module, events))  # type: ignore[no-untyped-call]
-    module.register_load_state_dict_post_hook(CallingHook(module, partial(events.end_load, module)))  # type: ignore[no-untyped-call]
+        self._loading.begin(module)

@@ -118,6 +118,7 @@ Groups = Mapping[int, Group]  # index of a parameter group -> its options
 class Rule(Protocol):
     """The optimizer of one bucket. ``param_groups`` and ``state`` are like a torch optimizer's, over the masters."""
 
+    tensors: Sequence[Tensor]  # what it updates, by piece: the masters
     group_indices: list[int]  # which parameter group each of param_groups stands for
 
     @property
@@ -158,6 +159,7 @@ class TileAdam:
     ) -> None:
         """``group_of``: parameter index -> group. ``decoupled``: AdamW's weight decay."""
         self._bucket, self._kernel, self._decoupled = bucket, kernel, decoupled
+        self.tensors: Sequence[Tensor] = bucket.master_views
         members = by_group(group_of[piece.param] for piece in bucket.pieces)
         self.group_indices = list(members)
         self.param_groups: list[Group] = [
@@ -217,23 +219,20 @@ class TileAdam:
     def load(self, states: Sequence[State]) -> None:
         """See ``Rule.load``. Raises ConfigError that names what the state lacks for Adam."""
         for index, state in enumerate(states):
-            self._load(index, state)
-
-    def _load(self, index: int, state: State) -> None:
-        self._begun[index], self._steps[index] = bool(state), int(state.get("step", 0))
-        kinds = self._kinds(index)
-        lacking = [kind for kind in ("step", *kinds) if kind not in state]
-        if state and lacking:
-            raise ConfigError(
-                f"the state to load has no {', '.join(lacking)} (it has {', '.join(state)}): "
-                "it was saved by another optimizer than Adam or AdamW with these options"
-            )
-        if state or self._moments:
-            self._allocate(amsgrad="max_exp_avg_sq" in kinds)
-        for kind, views in self._views.items():
-            views[index].zero_()
-            if kind in state:
-                views[index].copy_(state[kind].view_as(views[index]))
+            self._begun[index], self._steps[index] = bool(state), int(state.get("step", 0))
+            kinds = self._kinds(index)
+            lacking = [kind for kind in ("step", *kinds) if kind not in state]
+            if state and lacking:
+                raise ConfigError(
+                    f"the state to load has no {', '.join(lacking)} (it has {', '.join(state)}): "
+                    "it was saved by another optimizer than Adam or AdamW with these options"
+                )
+            if state or self._moments:
+                self._allocate(amsgrad="max_exp_avg_sq" in kinds)
+            for kind, views in self._views.items():
+                views[index].zero_()
+                if kind in state:
+                    views[index].copy_(state[kind].view_as(views[index]))
 
     def prepare(self) -> None:
         self._allocate(amsgrad=any(group.get("amsgrad") for group in self.param_groups))

@@ -67,14 +67,9 @@ class Gate:
         self._lock = threading.RLock()
         self.order: list[int] = []  # buckets in the order of first use since the last close()
 
-    @staticmethod
-    def can_close(param: torch.Tensor) -> bool:
-        """Whether it is a plain Parameter: a gate must not replace the behaviour of another subclass."""
-        return type(param) is nn.Parameter
-
     def close(self, members: Mapping[int, Sequence[nn.Parameter]]) -> None:
-        """Close parameters. ``members``: bucket -> its parameters; ``can_close`` is true of each, and none is
-        closed."""
+        """Close parameters. ``members``: bucket -> its parameters. They are plain ones, because a gate must not replace
+        the behaviour of another class, and none is closed."""
         with self._lock:
             self._members, self._buckets, self.order = dict(members), {}, []
             for bucket, params in members.items():

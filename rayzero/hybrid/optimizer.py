@@ -385,7 +385,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         closed = {
             index: [param for param in dict.fromkeys(params) if isinstance(param, nn.Parameter)]
             for index, params in members.items()
-            if self._gated and all(Gate.can_close(param) for param in params)
+            if self._gated and all(type(param) is nn.Parameter for param in params)
         }
         for index in away:
             if index not in closed:

@@ -6,7 +6,7 @@ optimizer's settings and parameters.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -43,7 +43,7 @@ from rayzero.lanes import Lane, make_lane
 
 MASTER = "master_param"  # key of a parameter's fp32 master in its state
 _CPU = torch.device("cpu")
-_Place = tuple[int | None, int]  # (bucket, position in it), or (None, position on the device)
+_Place = tuple[Piece, "Rule | DeviceSide", int]  # a piece, what updates it, and its position there
 States = Mapping[Tensor, State]
 
 
@@ -73,6 +73,11 @@ class DeviceSide(PieceOptimizer):
         if self.is_master[at]:
             return nn.Parameter(range_of(param, piece).float())
         return param if piece.whole else nn.Parameter(range_of(param, piece))
+
+    def masters(self) -> Iterator[tuple[Piece, Tensor]]:
+        """The pieces that are updated through a master, each with that."""
+        stepped = zip(self.pieces, self.tensors, self.is_master, strict=True)
+        return ((piece, tensor) for piece, tensor, is_master in stepped if is_master)
 
     def step(self) -> list[int]:
         """Update every piece that has a gradient and round its master back; returns the positions of those pieces."""
@@ -115,7 +120,7 @@ class Sides:
         """``working``: the dtype that each parameter is updated in."""
         self.params, self.host, self.device, self.device_link = list(params), host, device, device_link
         self._apart = [kind is not param.dtype for kind, param in zip(working, params, strict=True)]
-        self._places = _places(host.runs, [] if device is None else device.pieces)
+        self._places = _places(host.runs, device)
         self.begun: set[int] = set()  # parameters (ids) that were updated or loaded
         self._versions: dict[int, int] = {}  # parameter -> torch's count of writes to it when its master was last equal
 
@@ -124,11 +129,8 @@ class Sides:
     @torch.no_grad()
     def load_masters(self, states: States) -> None:
         """Set every master to its parameter's value, or to the ``master_param`` that ``states`` has for it."""
-        for run in self.host.runs:
-            for piece, view in zip(run.bucket.pieces, run.bucket.master_views, strict=True):
-                view.copy_(range_of(self._master_for(piece, states), piece))
-        for at, piece in self._device_masters():
-            self._stepped(at).copy_(range_of(self._master_for(piece, states), piece))
+        for piece, master in self._masters():
+            master.copy_(range_of(self._master_for(piece, states), piece))
         self.remember(range(len(self.params)))
 
     def _master_for(self, piece: Piece, states: States) -> Tensor:
@@ -136,13 +138,12 @@ class Sides:
         master = states.get(param, {}).get(MASTER) if self._apart[piece.param] else None
         return param if master is None else master
 
-    def _device_masters(self) -> Iterable[tuple[int, Piece]]:
-        side = self.device
-        return [] if side is None else [(at, piece) for at, piece in enumerate(side.pieces) if side.is_master[at]]
-
-    def _stepped(self, at: int) -> Tensor:
-        assert self.device is not None
-        return self.device.tensors[at]
+    def _masters(self) -> Iterator[tuple[Piece, Tensor]]:
+        """The pieces that the host has, and those that the device updates through a master; each with its master."""
+        for run in self.host.runs:
+            yield from zip(run.bucket.pieces, run.bucket.master_views, strict=True)
+        if self.device is not None:
+            yield from self.device.masters()
 
     def written(self, indices: Iterable[int]) -> set[int]:
         """Which of these parameters were written to, not by this optimizer, since they last equalled their masters."""
@@ -150,13 +151,9 @@ class Sides:
 
     def take_over(self, written: set[int]) -> None:
         """Update the masters, on both sides, of parameters that were written to."""
-        for run in self.host.runs:
-            for piece, param, view in zip(run.bucket.pieces, run.params, run.bucket.master_views, strict=True):
-                if piece.param in written:
-                    _take_over(view, range_of(param, piece))
-        for at, piece in self._device_masters():
+        for piece, master in self._masters():
             if piece.param in written:
-                _take_over(self._stepped(at), range_of(self.params[piece.param], piece))
+                _take_over(master, range_of(self.params[piece.param], piece))
         self.remember(written)
 
     def remember(self, indices: Iterable[int]) -> None:
@@ -178,15 +175,13 @@ class Sides:
 
     def captured(self) -> dict[Tensor, State]:
         """``states`` with the masters of all parameters."""
-        masters = {index: self._master_of(index) for index in self._places if self._apart[index]}
-        found = {index: self._state_of(index) for index in self._places}
         return {
-            self.params[index]: state | ({MASTER: masters[index]} if index in masters else {})
-            for index, state in found.items()
+            self.params[index]: self._state_of(index) | ({MASTER: self._master_of(index)} if self._apart[index] else {})
+            for index in self._places
         }
 
     def _state_of(self, index: int) -> State:
-        parts = [(piece, self._piece_state(at)) for piece, at in self._places[index]]
+        parts = [(piece, updater.state_of(at)) for piece, updater, at in self._places[index]]
         state = join(parts, self.params[index].shape, _CPU)
         return (
             {**state, MASTER: self._master_of(index)}
@@ -194,38 +189,25 @@ class Sides:
             else state
         )
 
-    def _piece_state(self, at: _Place) -> State:
-        bucket, position = at
-        if bucket is not None:
-            return self.host.runs[bucket].rule.state_of(position)
-        assert self.device is not None
-        return self.device.state_of(position)
-
     def _master_of(self, index: int) -> Tensor:
-        parts = [(piece, {MASTER: self._piece_master(at)}) for piece, at in self._places[index]]
+        parts = [(piece, {MASTER: updater.tensors[at].detach()}) for piece, updater, at in self._places[index]]
         master: Tensor = join(parts, self.params[index].shape, _CPU)[MASTER]
         return master
-
-    def _piece_master(self, at: _Place) -> Tensor:
-        bucket, position = at
-        if bucket is not None:
-            return self.host.runs[bucket].bucket.master_views[position]
-        return self._stepped(position).detach()
 
     def load_states(self, states: States, groups: Sequence[Group]) -> None:
         """Replace every parameter's state by a copy of ``states``, or by that before the first step if it has none
         there. ``groups``: the options that belong to it."""
         for link in (*(run.link for run in self.host.runs), self.device_link):
             link.push(groups)
-        pieces: dict[_Place, State] = {}
-        for index, places in self._places.items():
-            param = self.params[index]
-            state = {key: value for key, value in states.get(param, {}).items() if key != MASTER}
-            pieces |= {at: cut(state, piece, param.shape) for piece, at in places}
-        for bucket, run in enumerate(self.host.runs):
-            run.rule.load([pieces[bucket, at] for at in range(len(run.bucket.pieces))])
+        for run in self.host.runs:
+            run.rule.load([self._given(piece, states) for piece in run.bucket.pieces])
         if self.device is not None:
-            self.device.load([pieces[None, at] for at in range(len(self.device.pieces))])
+            self.device.load([self._given(piece, states) for piece in self.device.pieces])
+
+    def _given(self, piece: Piece, states: States) -> State:
+        param = self.params[piece.param]
+        state = {key: value for key, value in states.get(param, {}).items() if key != MASTER}
+        return cut(state, piece, param.shape)
 
     def prepare(self) -> None:
         """Create the states of all parameters, as they are before a first step."""
@@ -255,17 +237,16 @@ class Sides:
         return sum(piece.numel * self.params[piece.param].element_size() for piece in pieces)
 
     def _device_memory(self, side: DeviceSide) -> int:
-        return _state_bytes(side.optimizer.state) + sum(self._stepped(at).nbytes for at, _ in self._device_masters())
+        return _state_bytes(side.optimizer.state) + sum(master.nbytes for _, master in side.masters())
 
 
-def _places(runs: Sequence[BucketRun], kept: Sequence[Piece]) -> dict[int, list[tuple[Piece, _Place]]]:
-    """Parameter -> its pieces, ascending, each with its place."""
-    found: dict[int, list[tuple[Piece, _Place]]] = defaultdict(list)
-    for index, run in enumerate(runs):
-        for position, piece in enumerate(run.bucket.pieces):
-            found[piece.param].append((piece, (index, position)))
-    for position, piece in enumerate(kept):
-        found[piece.param].append((piece, (None, position)))
+def _places(runs: Sequence[BucketRun], device: DeviceSide | None) -> dict[int, list[_Place]]:
+    """Parameter -> the places of its pieces, ascending."""
+    found: dict[int, list[_Place]] = defaultdict(list)
+    updaters: list[tuple[Rule | DeviceSide, Sequence[Piece]]] = [(run.rule, run.bucket.pieces) for run in runs]
+    for updater, pieces in updaters + ([] if device is None else [(device, device.pieces)]):
+        for position, piece in enumerate(pieces):
+            found[piece.param].append((piece, updater, position))
     return {index: sorted(places, key=lambda place: place[0].start) for index, places in sorted(found.items())}
 
 

@@ -176,36 +176,25 @@ class CudaLane:
     ) -> Event:
         """See ``Lane``: queues the work of ``copy`` on the direction's stream."""
         with self.current():
-            return self._issue(direction, copy, after, holds, label, nbytes)
-
-    def _issue(
-        self,
-        direction: Direction,
-        copy: Callable[[], object],
-        after: Sequence[Event] | None,
-        holds: Sequence[Tensor],
-        label: str,
-        nbytes: int,
-    ) -> Event:
-        stream, graph = self._stream(direction), self.graph()
-        # first of all: what is refused must leave no stream that is captured and not joined
-        before = [event for event in after or () if not isinstance(event, StreamEvent) or event.waits_in(graph)]
-        if after is None or graph is not None:  # so the stream is captured too
-            stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.no_grad(), torch.cuda.stream(stream):
-            for event in before:
-                event.wait()
-            began = CudaEvent(self, stream, None) if nbytes and graph is None else None
-            try:
-                copied = copy() is not False
-            finally:  # if it raised, the work that it had queued runs all the same
-                for tensor in holds:
-                    tensor.record_stream(stream)
-            ended = CudaEvent(self, stream, graph)
-        self._last[direction] = graph
-        if copied and began is not None:
-            self._copies.append(_Copy(direction, label, began, ended, nbytes))
-        return ended
+            stream, graph = self._stream(direction), self.graph()
+            # first of all: what is refused must leave no stream that is captured and not joined
+            before = [event for event in after or () if not isinstance(event, StreamEvent) or event.waits_in(graph)]
+            if after is None or graph is not None:  # so the stream is captured too
+                stream.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.no_grad(), torch.cuda.stream(stream):
+                for event in before:
+                    event.wait()
+                began = CudaEvent(self, stream, None) if nbytes and graph is None else None
+                try:
+                    copied = copy() is not False
+                finally:  # if it raised, the work that it had queued runs all the same
+                    for tensor in holds:
+                        tensor.record_stream(stream)
+                ended = CudaEvent(self, stream, graph)
+            self._last[direction] = graph
+            if copied and began is not None:
+                self._copies.append(_Copy(direction, label, began, ended, nbytes))
+            return ended
 
     def now(self, stream: Hashable = None) -> Event:
         """See ``Lane``: an event on the current stream, or on ``stream``."""

@@ -219,9 +219,6 @@ def fastest(act: Callable[[], object], device: torch.device, clock: Callable[[],
     return min(seconds[1:])
 
 
-BeforeCopy = Callable[[str, str], None]
-
-
 class ThreadEvent:
     """The end of a copy on a thread, or a moment that has passed. Thread-safe."""
 
@@ -254,17 +251,9 @@ class ThreadLane:
 
     A program may end without closing the lane: queued copies run first."""
 
-    def __init__(
-        self,
-        device: torch.device | str = "cpu",
-        *,
-        overlap: bool = True,
-        before_copy: BeforeCopy | None = None,
-    ) -> None:
-        """``overlap=False``: copies run at once in the caller. ``before_copy(direction, label)``: called before each
-        copy in its thread, for tests that delay or fail copies."""
+    def __init__(self, device: torch.device | str = "cpu", *, overlap: bool = True) -> None:
+        """``overlap=False``: copies run at once in the caller."""
         self.device = torch.device(device)
-        self._before_copy = before_copy
         self._threads: dict[Direction, Executor] = {}
         if overlap:
             self._threads = {"out": ThreadPoolExecutor(1, "rayzero-out"), "in": ThreadPoolExecutor(1, "rayzero-in")}
@@ -308,8 +297,6 @@ class ThreadLane:
             for earlier in after:
                 earlier.wait()
             began = time.perf_counter()
-            if self._before_copy is not None:
-                self._before_copy(direction, label)
             with torch.no_grad():
                 copied = copy() is not False
         except BaseException as error:  # the waiting thread raises it

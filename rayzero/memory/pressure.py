@@ -14,7 +14,7 @@ import psutil
 import torch
 
 from rayzero.config import MIB
-from rayzero.memory.process_memory import HostLimits, Stalls, memory_stalls, tightest_cgroup
+from rayzero.memory.process_memory import HostLimits, Stalls, memory_stalls, resident_bytes, tightest_cgroup
 from rayzero.telemetry.stats import Tally
 
 
@@ -27,23 +27,6 @@ class Resource(StrEnum):
     SHM = "shm"  # the file system of slab_dir
     MAX_CPU = "max_cpu_memory_mb"
     MAX_GPU = "max_gpu_memory_mb"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryReading:
-    """What this process uses, in bytes."""
-
-    cpu_used: int  # resident set of the process
-    gpu_used: int  # torch's allocated bytes on the rank's device; 0 on a CPU rank
-
-
-def read_memory(device: torch.device | str = "cpu") -> MemoryReading:
-    """Measure now: the process's resident set, and torch's allocated bytes on ``device`` if it is CUDA."""
-    on_gpu = torch.device(device).type == "cuda"
-    return MemoryReading(
-        cpu_used=psutil.Process().memory_info().rss,
-        gpu_used=torch.cuda.memory_allocated(device) if on_gpu else 0,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,14 +58,13 @@ class PressureLimits:
 def read_pressure(device: torch.device, limits: PressureLimits) -> Pressure:
     """Measure a process's resources now. Page cache that the kernel drops first, and blocks that torch keeps free, do
     not count as used."""
-    own, host = read_memory(device), read_host_pressure(limits.slab_dir)
-    shares = {}
+    host, shares = read_host_pressure(limits.slab_dir), {}
     if limits.max_cpu_memory_mb is not None:
-        shares[Resource.MAX_CPU] = own.cpu_used / (limits.max_cpu_memory_mb * MIB)
+        shares[Resource.MAX_CPU] = resident_bytes() / (limits.max_cpu_memory_mb * MIB)
     if device.type == "cuda":
         shares[Resource.DEVICE] = _device_share(device)
     if device.type == "cuda" and limits.max_gpu_memory_mb is not None:
-        shares[Resource.MAX_GPU] = own.gpu_used / (limits.max_gpu_memory_mb * MIB)
+        shares[Resource.MAX_GPU] = torch.cuda.memory_allocated(device) / (limits.max_gpu_memory_mb * MIB)
     return Pressure(shares={**host.shares, **_bounded(shares)}, stalls=host.stalls)
 
 

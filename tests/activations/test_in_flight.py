@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from rayzero.activations import ActivationOffload, OffloadPolicy, ThreadLane
+from rayzero.activations import ActivationOffload, OffloadPolicy
 from tests.activations.models import Exps, two_groups
+from tests.support.watched_lane import WatchedLane
 
 
 def held_up(what: str) -> tuple[Callable[[str, str], None], threading.Event]:
@@ -20,7 +21,7 @@ def held_up(what: str) -> tuple[Callable[[str, str], None], threading.Event]:
 
 def test_a_host_buffer_is_not_free_while_an_unwanted_copy_in_still_reads_it():
     before, go = held_up("in a")
-    lane = ThreadLane(before_copy=before)
+    lane = WatchedLane(before)
     offload = ActivationOffload(nn.Identity(), OffloadPolicy(min_bytes=1, margin=0, max_in_flight=0), lane=lane)
     x, low, y = two_groups(offload)
     alias = low.grad_fn
@@ -37,7 +38,7 @@ def test_a_host_buffer_is_not_free_while_an_unwanted_copy_in_still_reads_it():
 
 def test_what_is_leaving_when_it_is_wanted_soon_stays():
     before, go = held_up("out a")
-    lane = ThreadLane(before_copy=before)
+    lane = WatchedLane(before)
     offload = ActivationOffload(nn.Identity(), OffloadPolicy(min_bytes=1, margin=0), lane=lane)
     x, low, y = two_groups(offload)
     low.register_hook(lambda grad: (go.set(), lane.settle("out"), None)[2])  # after b began, before a does

@@ -13,13 +13,14 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from rayzero.activations import ActivationOffload, OffloadPolicy, ThreadLane, ledger
+from rayzero.activations import ActivationOffload, OffloadPolicy, ledger
 from rayzero.activations.attach import match_modules
 from rayzero.activations.group import ChunkKey
 from rayzero.errors import ConfigError, RayZeroError, UnsupportedError
 from rayzero.telemetry.names import ACTIVATION_BYTES
 from rayzero.telemetry.recorder import MemoryRecorder
 from tests.activations.models import Exps, Transformer, equal, gradients, transformer
+from tests.support.watched_lane import WatchedLane
 
 BLOCKS = {"attn": "layers.*.attn", "mlp": "layers.*.mlp"}
 
@@ -492,7 +493,7 @@ def test_a_failed_copy_keeps_its_tensor(max_in_flight):
 
     model, x = transformer(), hidden()
     want = gradients(model, x)
-    policy, lane = small(max_in_flight=max_in_flight), ThreadLane(before_copy=fail)
+    policy, lane = small(max_in_flight=max_in_flight), WatchedLane(fail)
     with ActivationOffload(model, policy, offload_modules=BLOCKS, lane=lane) as offload:
         assert equal(gradients(model, x), want)
         assert everything_is_back(offload)
@@ -504,7 +505,7 @@ def test_a_failed_copy_back_is_raised_where_it_is_needed():
             raise OSError("no link")
 
     model, x = transformer(), hidden()
-    lane = ThreadLane(before_copy=fail)
+    lane = WatchedLane(fail)
     with ActivationOffload(model, small(max_in_flight=0), offload_modules=BLOCKS, lane=lane) as offload:
         with pytest.raises(RayZeroError, match="no link"):
             gradients(model, x)
@@ -564,12 +565,12 @@ def test_a_budget_is_kept_by_offload_and_recomputation_and_follows_the_model():
 
 
 def test_a_very_slow_link_makes_the_plan_recompute():
-    class Slow(ThreadLane):
+    class Slow(WatchedLane):
         """Copies of 20 ms and more beside groups of 1 ms, whatever else the machine does."""
 
         def __init__(self) -> None:
             never = threading.Event()
-            super().__init__(before_copy=lambda direction, label: never.wait(0.02) and None)
+            super().__init__(lambda direction, label: never.wait(0.02) and None)
 
         def seconds(self, start: object, stop: object) -> float:
             return 1e-3

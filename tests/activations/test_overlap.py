@@ -9,15 +9,16 @@ import pytest
 import torch
 from torch import nn
 
-from rayzero.activations import ActivationOffload, OffloadPolicy, ThreadLane
+from rayzero.activations import ActivationOffload, OffloadPolicy
 from tests.activations.models import Exps
+from tests.support.watched_lane import WatchedLane
 
 
 def test_prefetch_asks_for_the_next_group_when_a_backward_begins():
     model = Exps(4)
     x = torch.randn(1000, requires_grad=True)
     asked: list[str] = []
-    lane = ThreadLane(before_copy=lambda direction, label: asked.append(f"{direction} {label}"))
+    lane = WatchedLane(lambda direction, label: asked.append(f"{direction} {label}"))
     policy = OffloadPolicy(min_bytes=1, margin=0, prefetch=2)
     with ActivationOffload(model, policy, offload_modules=["steps.?"], lane=lane) as offload:
         loss = model(x).sum()
@@ -37,7 +38,7 @@ class Timeline:
         self.began: dict[str, float] = {}
         self.ended: dict[str, float] = {}
         self.moving: dict[str, float] = {}  # a copy's bytes begin to move
-        self.lane = ThreadLane(before_copy=self._hold)
+        self.lane = WatchedLane(self._hold)
         self._changed = threading.Condition()
 
     def begin(self, what: str) -> None:

@@ -16,13 +16,14 @@ from rayzero.activations.host_pool import HostPool
 from rayzero.activations.ledger import Ledger
 from rayzero.activations.shelf import Shelf
 from rayzero.telemetry.recorder import NullRecorder
+from tests.support.watched_lane import WatchedLane
 
 
 class Counted:
     """A shelf, and the device bytes that it says are held."""
 
     def __init__(self, before_copy: Callable[[str, str], None] | None = None, limit: int | None = None) -> None:
-        self.lane = ThreadLane(before_copy=before_copy)
+        self.lane = ThreadLane() if before_copy is None else WatchedLane(before_copy)
         self.policy = OffloadPolicy(min_bytes=1, max_in_flight=limit)
         self.ledger = Ledger(NullRecorder())
         self.shelf = Shelf(self.lane, HostPool(), self.ledger, self.policy)
@@ -63,7 +64,7 @@ def test_a_held_source_stays_and_a_dropped_one_is_not_copied():
     assert one.ledger.device_bytes == 30
     dropped.lease.bytes.fill_(255)
     assert held.resident.hold()
-    dropped.resident.drop()
+    dropped.resident.clear(held=True)
     go.set()
     held.departure.wait()
     dropped.departure.wait()

@@ -8,8 +8,9 @@ import time
 import pytest
 import torch
 
-from rayzero.activations import ActivationOffload, OffloadPolicy, ThreadLane
+from rayzero.activations import ActivationOffload, OffloadPolicy
 from tests.activations.models import equal, transformer
+from tests.support.watched_lane import WatchedLane
 
 pytestmark = pytest.mark.thorough
 
@@ -44,7 +45,7 @@ def test_a_thousand_steps_with_random_delays_are_bit_equal():
             min_bytes=512, margin=0, prefetch=prefetch, max_in_flight=limit, fraction=fraction, poison=True,
             host_cap_bytes=cap,
         )  # fmt: skip
-        lane = ThreadLane(before_copy=delay)
+        lane = WatchedLane(delay)
         patterns = {"attn": "layers.*.attn", "mlp": "layers.*.mlp"}
         with ActivationOffload(model, policy, offload_modules=patterns, lane=lane) as offload:
             for _ in range(RUNS // 4):

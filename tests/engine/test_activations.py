@@ -16,11 +16,12 @@ from torch.utils.checkpoint import checkpoint
 
 import rayzero
 from rayzero import ZeroConfig
-from rayzero.activations import ThreadLane, offload
+from rayzero.activations import offload
 from rayzero.engine.context import RankContext, running_in
 from rayzero.errors import ConfigError
 from rayzero.testing import run_ranks
 from tests.support.leftovers import threads, threads_left
+from tests.support.watched_lane import WatchedLane
 
 from .models import WIDTH, Net, prepared_copy, same_bits, seeded, tight, token_loss, tokens
 
@@ -59,7 +60,7 @@ def trained(
     """Complete weights, the first step's gradients, the units' events, and what the offload counted."""
     model, optimizer = prepared_copy(base, momentum, config)
     events: list[tuple[str, str]] = []
-    optimizer.engine.observers.append(lambda verb, unit: events.append((verb, unit)))
+    optimizer.engine.cache.observers.append(lambda verb, unit: events.append((verb, unit)))
     gradients: list[Tensor] = []
     for step in range(steps):
         token_loss(model, tokens(step, context.rank)).backward()
@@ -67,7 +68,7 @@ def trained(
         optimizer.zero_grad()
         if not gradients:
             gradients = [state["momentum_buffer"] for state in optimizer.state_dict()["state"].values()]
-    assert optimizer.engine.residency.peak <= config.gpu_param_memory_budget
+    assert optimizer.engine.residency.budget.peak <= config.gpu_param_memory_budget
     activations = optimizer.engine.activations
     return rayzero.full_state_dict(model), gradients, events, activations and activations.summary()
 
@@ -158,7 +159,7 @@ def test_random_delays_in_the_copies_change_no_bit(up, monkeypatch):
     base = seeded(lambda: Net(num_layers=4))
     config = offloading(base, up=up, patterns=("layers.?", "layers.?.down"))
     (want,) = run_ranks(lambda ctx: trained(ctx, base, config.replace(offload_activations=()), 25), 1, 1)
-    monkeypatch.setattr(offload, "_lane_for", lambda models: ThreadLane(before_copy=delay))
+    monkeypatch.setattr(offload, "_lane_for", lambda models: WatchedLane(delay))
     (got,) = run_ranks(lambda ctx: trained(ctx, base, config, 25), 1, 1)
     assert got[3].offloaded_bytes > 0
     assert same_bits(got[0], want[0])

@@ -140,7 +140,7 @@ def loop(
         if verb == "push" and unit.startswith("layers.0"):
             fault("pushes", step)
 
-    engine.observers.append(pushes)
+    engine.cache.observers.append(pushes)
     commit = engine.step_state.commit
 
     def committing(*args: Any) -> None:

@@ -95,7 +95,7 @@ def test_gathered_parameters_stay_within_the_window(alone: RankContext) -> None:
     units = optimizer.engine.units
     largest = max(buffer_bytes(unit.size_bytes) for unit in units if unit.name != "root")
     root = sum(buffer_bytes(unit.size_bytes) for unit in units if unit.name == "root")
-    assert optimizer.engine.residency.peak == 2 * largest + root
+    assert optimizer.engine.residency.budget.peak == 2 * largest + root
 
 
 def test_compute_on_a_users_stream_sees_complete_weights(alone: RankContext) -> None:

@@ -155,7 +155,7 @@ def test_a_unit_that_is_needed_takes_the_budget_of_prefetches_that_have_not_star
     base = seeded(Net)
     model, optimizer = prepared(base, ZeroConfig(gpu_param_memory_budget=150_000, prefetch_buffer_size=1))
     events: list[tuple[str, str]] = []
-    optimizer.engine.observers.append(lambda verb, name: events.append((verb, name)))
+    optimizer.engine.cache.observers.append(lambda verb, name: events.append((verb, name)))
     store.hold = lambda unit: unit == 2
     model.layers[0](torch.ones(2, 64))  # asks for layers.1, and it is held
     assert ("prefetch", "layers.1") in events

@@ -22,7 +22,7 @@ from rayzero.engine.context import RankContext
 from rayzero.engine.engine import Engine
 from rayzero.engine.engine_memory import MemoryStrategy, Relief
 from rayzero.engine.units.param_unit import UnitState
-from rayzero.memory.pressure import Pressure, PressureGauge, PressureLimits, Resource
+from rayzero.memory.pressure import Pressure, Resource
 from rayzero.memory.process_memory import Stalls
 from rayzero.telemetry.names import (
     MEMORY_ACTION_SECONDS,
@@ -58,14 +58,9 @@ class Pressed:
         for module in ("memory.pressure", "engine.engine_memory"):
             patch.setattr(f"rayzero.{module}.monotonic", self._clock)
         patch.setattr("rayzero.memory.pressure.read_pressure", lambda device, limits: self._read())
-        engine.strategy = MemoryStrategy(
-            strategy,
-            PressureGauge(engine.memory.device, PressureLimits()),
-            EVERYWHERE if not engine.resident else Relief(activations=EVERYWHERE.activations),
-            engine.memory,
-            engine.cache,
-            self.recorder,
-        )
+        config = engine.config.replace(auto_memory_management=strategy)
+        engine.strategy = MemoryStrategy(config, engine.memory, engine.cache, self.recorder, gathers=True)
+        engine.strategy._relief = EVERYWHERE if not engine.resident else Relief(activations=EVERYWHERE.activations)
 
     def _read(self) -> Pressure:
         return Pressure(shares={Resource.HOST: self.share(), Resource.SHM: 0.0}, stalls=Stalls(some=0.5, full=0.25))
@@ -133,7 +128,7 @@ def test_idle_units_leave_under_pressure_and_may_stay_again_afterwards(
     level = 0.0
     press(engine, A.AGGRESSIVE, lambda: level)
     fit(model, optimizer, range(3))
-    budget, free = engine.config.gpu_param_memory_budget, engine.residency.peak
+    budget, free = engine.config.gpu_param_memory_budget, engine.residency.budget.peak
     level = 0.95
     fit(model, optimizer, range(1))
     before = rayzero.stats(model, reset=True).strategy
@@ -142,7 +137,7 @@ def test_idle_units_leave_under_pressure_and_may_stay_again_afterwards(
     fit(model, optimizer, range(3))
     found = rayzero.stats(model)
     assert engine.residency.target < budget
-    assert engine.residency.peak <= engine.residency.target < free
+    assert engine.residency.budget.peak <= engine.residency.target < free
     assert engine.residency.allocated <= engine.residency.target
     assert found.strategy.evictions > 0
     assert found.strategy.depth_allowed < 2 == engine.cache.most_ahead
@@ -151,7 +146,7 @@ def test_idle_units_leave_under_pressure_and_may_stay_again_afterwards(
     assert engine.residency.target == budget
     rayzero.stats(model, reset=True)
     fit(model, optimizer, range(3))
-    assert engine.residency.peak == free
+    assert engine.residency.budget.peak == free
     assert rayzero.stats(model).strategy.residency_given_up == 0
 
 
@@ -162,7 +157,7 @@ def test_what_is_in_use_gets_memory_beyond_the_target(alone: RankContext, press:
     press(engine, A.EXTREME, lambda: 1.0)
     fit(model, optimizer, range(2))
     views = [layer.up.weight[:1] for layer in model.layers[:5]]
-    assert engine.residency.used > engine.residency.target
+    assert engine.residency.budget.used > engine.residency.target
     fit(model, optimizer, range(2))
     assert all(torch.equal(view, layer.up.weight[:1]) for view, layer in zip(views, model.layers[:5], strict=True))
 

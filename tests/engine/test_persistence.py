@@ -171,7 +171,7 @@ def test_no_schedule_has_more_up_than_the_budget_or_other_bits(
                 twin(torch.ones(2), order).sum().backward()
                 its_optimizer.step()
                 its_optimizer.zero_grad()
-        assert optimizer.engine.residency.peak <= config.gpu_param_memory_budget
+        assert optimizer.engine.residency.budget.peak <= config.gpu_param_memory_budget
         assert recorder.gauge(PREFETCH_DEPTH) == optimizer.engine.cache.depth
         assert same_bits(rayzero.full_state_dict(model), plain.state_dict())
     owners.close()

@@ -25,9 +25,9 @@ def prepared(config: ZeroConfig) -> tuple[nn.Module, rayzero.ZeroOptimizer, Engi
 def events_of_step(model: nn.Module, optimizer: rayzero.ZeroOptimizer, step: int) -> Events:
     events: Events = []
     observer = lambda verb, unit: events.append((verb, unit.removeprefix("layers.")))  # noqa: E731
-    optimizer.engine.observers.append(observer)
+    optimizer.engine.cache.observers.append(observer)
     fit(model, optimizer, [step])
-    optimizer.engine.observers.remove(observer)
+    optimizer.engine.cache.observers.remove(observer)
     return events
 
 

@@ -67,7 +67,7 @@ def largest_in_flight(seed: int, monkeypatch: pytest.MonkeyPatch, slow: Callable
     def check() -> None:
         nonlocal most
         most = max(most, lane.held("out"))
-        assert optimizer.engine.residency.used <= config.gpu_param_memory_budget
+        assert optimizer.engine.residency.budget.used <= config.gpu_param_memory_budget
 
     join = lane._join
     monkeypatch.setattr(lane, "_join", lambda event: (slow(), join(event)))

@@ -16,10 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 import rayzero
 from rayzero import Stats, ZeroConfig
-from rayzero.engine.autograd.hooks import PassTimes
 from rayzero.engine.context import RankContext, running_in
 from rayzero.engine.stats import ModelParameterStats, measured_link
-from rayzero.engine.step_clock import StepClock
+from rayzero.engine.step_clock import PassTimes, StepClock
 from rayzero.engine.units.param_unit import UnitState
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.store.inprocess import LocalConnection, LocalOwners
@@ -307,17 +306,17 @@ def test_a_layers_time_leaves_out_waits_and_the_layers_inside(
 ) -> None:
     _, optimizer = prepared()
     root, inner = optimizer.engine.units[:2]
-    monkeypatch.setattr("rayzero.engine.autograd.hooks.perf_counter", now := Clock())
+    monkeypatch.setattr("rayzero.engine.step_clock.perf_counter", now := Clock())
     waits = StepClock(MemoryRecorder())
-    times = PassTimes(4, waits, Spans())
+    times = PassTimes(optimizer.engine.layout.units, waits, Spans())
     times.opened(forward=True)
     now.now += 1
     times.opened(forward=True)
     now.now += 5
     waits.waited("fetch", 2.0)
-    times.closed([inner], True)
+    times.closed([inner.index], True)
     now.now += 10
-    times.closed([root], True)
+    times.closed([root.index], True)
     assert times.forward[root.index].value.total == 11
     assert times.forward[inner.index].value.total == 3
     times.end_forward()
@@ -325,9 +324,9 @@ def test_a_layers_time_leaves_out_waits_and_the_layers_inside(
     times.begin_backward()
     now.now += 7
     waits.waited("push", 3.0)
-    times.completed(inner)
+    times.completed(inner.index)
     now.now += 4
-    times.completed(root)
+    times.completed(root.index)
     times.end_backward()
     assert times.backward[inner.index].value.total == 4
     assert times.backward[root.index].value.total == 4

@@ -111,7 +111,7 @@ def test_a_trace_has_phases_and_waits_where_they_were(clock, recorder, time) -> 
     recorder.spans.keep()
     pass_through(clock, time, forward=2)
     time.now += 5
-    clock.waited("optimizer", 1, ago=2)
+    clock.blocked("optimizer", 1, ago=2)
     clock.waited("fetch", 2)
     pass_through(clock, time, backward=1, optimizer=1)
     clock.step_over(8)

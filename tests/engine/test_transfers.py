@@ -27,6 +27,8 @@ from rayzero.memory.pool import Buffer, BufferPool, MemoryBudget, buffer_bytes
 from rayzero.protocol.messages import Contribution
 from rayzero.protocol.store import ParameterStore
 from tests.cuda_driver import OURS, Driver, driver
+from tests.support.waiting import until
+from tests.support.watched_lane import WatchedLane
 
 from .models import Net, fit, oracle, same_bits, seeded, tight
 
@@ -63,7 +65,7 @@ def test_weights_are_those_of_plain_torch_however_late_copies_run(
         staging = BufferPool(budget=MemoryBudget(2 * max(buffer_bytes(unit.size_bytes) for unit in units)), poison=True)
         if not lands:
             monkeypatch.setattr(store, "landing", lambda contribution: None)
-        made.append(DeviceTransfers(store, staging, ThreadLane(before_copy=delay), {}))
+        made.append(DeviceTransfers(store, staging, WatchedLane(delay), {}))
         return made[-1]
 
     monkeypatch.setattr(importlib.import_module("rayzero.engine.prepare"), "make_transfers", transfers)
@@ -121,7 +123,7 @@ def held_up(held: list[str]) -> ThreadLane:
         while direction in held:
             time.sleep(1e-3)
 
-    return ThreadLane(before_copy=hold)
+    return WatchedLane(hold)
 
 
 def test_a_fetch_is_waited_for_until_its_copy_has_run() -> None:
@@ -165,7 +167,7 @@ def test_draining_waits_for_copies_into_the_stores_memory() -> None:
         time.sleep(0.05)
         ended.append(direction)
 
-    carried = DeviceTransfers(store, BufferPool(), ThreadLane(before_copy=late), {})
+    carried = DeviceTransfers(store, BufferPool(), WatchedLane(late), {})
     contribution = Contribution(step=1, attempt=0, rank=0, unit=unit.index, seq=0, presence=b"\x01")
     carried.push(unit, contribution, [store.values.view(64, 64)])
     carried.drain()
@@ -184,8 +186,8 @@ def test_staging_is_page_locked_for_the_device_of_the_lane(driver: Driver) -> No
     carried.fetch(unit, 0, buffer, published=published, held=None, ahead=False).wait()
     assert list(driver.registered.values()) == [buffer_bytes(unit.size_bytes)]
     lane.drain("in")
-    until = time.monotonic() + 20
-    while len(driver.events) < 3 and time.monotonic() < until:  # the fetching thread may still be giving it back
+    deadline = time.monotonic() + 20
+    while len(driver.events) < 3 and time.monotonic() < deadline:  # the fetching thread may still be giving it back
         carried.trim()
     assert driver.events[1:] == [("synchronize", OURS.index), ("unregister", buffer_bytes(unit.size_bytes))]
     assert ("staging", "pinned") in carried.allocated()
@@ -208,12 +210,11 @@ def test_a_backward_faster_than_the_copies_keeps_the_gradients_of_two_units_and_
     """Were there no end to those that wait for their copy, a slow link would keep the whole model's on the device."""
     unit = large_unit(bias=bias)
     store, held = store_of(torch.zeros(unit.numel)), ["out"]
-    lane = held_up(held)
-    monkeypatch.setattr("rayzero.engine.units.transfers.ThreadLane", lambda: lane)
     if on_device:
         carried: UnitTransfers = device_transfers(store, held_up(held), [unit], pinned=False)
     else:
         carried = make_transfers(store, torch.device("cpu"), [unit], pinned=False)
+        carried._thread.submit(until, lambda: not held)
 
     def push(seq: int) -> Future[None] | None:
         contribution = Contribution(step=1, attempt=0, rank=0, unit=unit.index, seq=seq, presence=b"\x03")
@@ -250,4 +251,16 @@ def test_a_large_unit_is_gathered_by_whom_its_rank_is_told(
     sent.result(10)
     carried.close()
     assert (threads == [threading.current_thread()]) is gathered
+    assert store.pushed[0].count_nonzero() == 512 * 1025
+
+
+def test_a_push_that_finds_the_thread_ended_is_sent_by_its_caller() -> None:
+    """Another thread may close the transfers in the middle of a backward."""
+    unit, store = large_unit(bias=True), OneUnit(torch.empty(0))
+    carried = UnitTransfers(store, BufferPool())  # type: ignore[arg-type]
+    carried.close()
+    push = Contribution(step=0, attempt=0, rank=0, unit=unit.index, seq=0, presence=b"\3")
+    sent = carried.push(unit, push, [torch.ones(512, 1024), torch.ones(512)])
+    assert sent is not None
+    sent.result(0)
     assert store.pushed[0].count_nonzero() == 512 * 1025

@@ -193,7 +193,7 @@ def test_weights_swapped_for_an_evaluation_and_back_were_not_written() -> None:
     def loop(context: RankContext, swap: bool) -> dict[str, Tensor]:
         model, optimizer = prepared_copy(base, sgd, config)
         writes: list[str] = []
-        optimizer.engine.observers.append(lambda verb, unit: writes.append(unit) if verb == "write" else None)
+        optimizer.engine.cache.observers.append(lambda verb, unit: writes.append(unit) if verb == "write" else None)
         for step in range(2):
             token_loss(model, tokens(step, context.rank)).backward()
             if swap and context.rank == 0:

@@ -18,10 +18,10 @@ from torch import nn
 from rayzero import HybridDeviceOptimizer
 from rayzero.errors import UnsupportedError
 from rayzero.hybrid.gate import AwayParameter
-from rayzero.lanes import ThreadLane
 from tests.hybrid.models import backward, equal, net, train, weights
 from tests.support.leftovers import threads, threads_left
 from tests.support.modes import Functions, Operations
+from tests.support.watched_lane import WatchedLane
 
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
 
@@ -31,7 +31,7 @@ class Held:
 
     def __init__(self) -> None:
         self.gone = threading.Event()
-        self.lane = ThreadLane(before_copy=self._hold)
+        self.lane = WatchedLane(self._hold)
 
     def _hold(self, direction: str, label: str) -> None:
         assert direction == "out" or self.gone.wait(60)
@@ -182,7 +182,7 @@ def test_a_copy_that_fails_is_raised_at_the_first_use():
             raise OSError("the link is down")
 
     model = net()
-    hybrid = HybridDeviceOptimizer(model.parameters(), 1.0, lane=ThreadLane(before_copy=fail), **ADAMW)
+    hybrid = HybridDeviceOptimizer(model.parameters(), 1.0, lane=WatchedLane(fail), **ADAMW)
     backward(model, 0)
     hybrid.step()
     for _ in range(2):
@@ -245,7 +245,7 @@ def test_random_delays_anywhere_change_no_bit(seed):
 
     model, twin = net(), net()
     mode = ("send", "step", "nothing")[seed % 3]
-    lane = ThreadLane(before_copy=delay)
+    lane = WatchedLane(delay)
     hybrid = HybridDeviceOptimizer(
         model.parameters(), draws.choice([0.4, 1.0]), lane=lane, in_backward=mode, bucket_bytes=2048, **ADAMW
     )

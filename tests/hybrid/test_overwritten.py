@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from rayzero import HybridDeviceOptimizer
 from rayzero.lanes import Direction, Event, ThreadLane
 from tests.hybrid.models import backward, equal, net, weights
+from tests.support.watched_lane import WatchedLane
 
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
 
@@ -148,7 +149,7 @@ def test_a_copy_out_that_fails_ends_the_step_and_every_use_after_it():
             raise OSError("the link is down")
 
     model = net()
-    hybrid = HybridDeviceOptimizer(model.parameters(), 1.0, lane=ThreadLane(before_copy=fail), **ADAMW)
+    hybrid = HybridDeviceOptimizer(model.parameters(), 1.0, lane=WatchedLane(fail), **ADAMW)
     backward(model, 0)
     for attempt in (hybrid.step, lambda: model(torch.ones(1, 13)), hybrid.step):
         with pytest.raises(OSError, match="the link is down"):

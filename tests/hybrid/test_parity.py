@@ -156,8 +156,8 @@ def test_convnet_with_gradients_that_are_never_zeroed(steps, overlap, fraction, 
     assert equal(train(model, hybrid, steps, zero=False), want)
     assert bool(hybrid.state) is (cls is torch.optim.AdamW)
     first, last = hybrid._sides._places[0], hybrid._sides._places[4]
-    assert (first[0][1][0] is not None) is (fraction > 0)  # in a bucket
-    assert (last[-1][1][0] is None) is (fraction < 1)  # on the device
+    assert (first[0][1] is not hybrid._sides.device) is (fraction > 0)  # in a bucket
+    assert (last[-1][1] is hybrid._sides.device) is (fraction < 1)
     if groups:
         assert [group["lr_mult"] for group in hybrid.param_groups] == [1.0, 2.0]
 

@@ -61,7 +61,7 @@ def train(context: RankContext, base: nn.Module, name: str, *, setup: Setup = ke
     config = tight(model, prefetch_buffer_size=1, spare=0)
     model, optimizer = rayzero.prepare(model, adamw(model.parameters()), config)
     verbs: list[str] = []
-    optimizer.engine.observers.append(lambda verb, unit: verbs.append(verb))
+    optimizer.engine.cache.observers.append(lambda verb, unit: verbs.append(verb))
     sequences = []
     for step in range(STEPS):
         model(**batch(name, step, context.rank)).loss.backward()

@@ -13,6 +13,7 @@ import torch
 from rayzero.errors import ConfigError
 from rayzero.lanes import CudaLane, Lane, ThreadLane, make_lane
 from tests.support.simulated_lane import SimulatedLane
+from tests.support.watched_lane import WatchedLane
 
 CUDA = pytest.param(
     CudaLane,
@@ -97,7 +98,7 @@ def test_make_lane_takes_threads_where_there_are_no_streams() -> None:
 
 def test_copies_of_a_direction_run_in_order_and_those_of_the_other_beside_them() -> None:
     hold, go = held_up("out 0")
-    lane, ran = ThreadLane(before_copy=hold), []
+    lane, ran = WatchedLane(hold), []
     for i in range(3):
         last = lane.issue("out", lambda i=i: ran.append(i), label=str(i))
     lane.issue("in", lambda: ran.append("in")).join()
@@ -111,7 +112,7 @@ def test_copies_of_a_direction_run_in_order_and_those_of_the_other_beside_them()
 
 @pytest.mark.parametrize("way", ["wait", "settle", "join", "drain", "lane settles", "close"])
 def test_every_way_to_wait_waits(way: str) -> None:
-    lane, done = ThreadLane(before_copy=lambda direction, label: time.sleep(0.05)), []
+    lane, done = WatchedLane(lambda direction, label: time.sleep(0.05)), []
     event = lane.issue("out", lambda: done.append(1))
     {
         "wait": event.wait,
@@ -126,7 +127,7 @@ def test_every_way_to_wait_waits(way: str) -> None:
 
 def test_a_copy_waits_for_the_events_it_comes_after() -> None:
     hold, go = held_up("out first")
-    lane, ran = ThreadLane(before_copy=hold), []
+    lane, ran = WatchedLane(hold), []
     out = lane.issue("out", lambda: ran.append("out"), label="first")
     back = lane.issue("in", lambda: ran.append("in"), after=[lane.now(), out])
     assert not back.finished()

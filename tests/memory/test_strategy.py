@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from rayzero.config import AutoMemoryStrategy
 from rayzero.engine.engine_memory import (
     MARGIN,
-    HeldPressures,
     Measures,
     Relief,
     Retry,
     held_pressure,
+    held_pressures,
     measures,
     scaled_depth,
 )
-from rayzero.memory.pressure import Pressure, Resource
+from rayzero.memory.pressure import Resource
 
 A = AutoMemoryStrategy
 ALL = frozenset(Resource)
@@ -172,11 +172,11 @@ def test_pressure_that_swings_within_the_margin_changes_an_action_at_most_once(
 
 
 def test_an_action_ends_a_margin_below_where_it_began() -> None:
-    held = HeldPressures()
+    held: dict[Resource, float] = {}
 
     def collects(share: float) -> bool:
-        held.read(Pressure(shares={Resource.HOST: share}))
-        return measures(A.BALANCED, held.shares, DEPTH, EVERYWHERE).collect
+        held.update(held_pressures(held, {Resource.HOST: share}))
+        return measures(A.BALANCED, held, DEPTH, EVERYWHERE).collect
 
     assert [collects(share) for share in (0.59, 0.61, 0.59, 0.56, 0.549, 0.59, 0.61)] == [
         *(False, True, True, True, False, False, True)
@@ -184,10 +184,8 @@ def test_an_action_ends_a_margin_below_where_it_began() -> None:
 
 
 def test_a_resource_that_is_gone_is_forgotten() -> None:
-    held = HeldPressures()
-    held.read(Pressure(shares={Resource.HOST: 0.9, Resource.CGROUP: 0.9}))
-    held.read(Pressure(shares={Resource.HOST: 0.9}))
-    assert set(held.shares) == {Resource.HOST}
+    held = held_pressures({}, {Resource.HOST: 0.9, Resource.CGROUP: 0.9})
+    assert held_pressures(held, {Resource.HOST: 0.9}).keys() == {Resource.HOST}
 
 
 # ---- again ------------------------------------------------------------------------------------------------------

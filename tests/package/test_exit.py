@@ -30,10 +30,10 @@ PROGRAM = """
     ranks[0].fetch_unit(0, 2)  # a version that never comes
 
     copies, computes = threading.Event(), threading.Event()
-    lane = ThreadLane(before_copy=lambda direction, label: copies.set())
+    lane = ThreadLane()
     values, there = (torch.ones(100_000_000, dtype=torch.uint8) for _ in range(2))
     for _ in range(20):
-        lane.issue("out", lambda: there.copy_(values))
+        lane.issue("out", lambda: copies.set() or there.copy_(values))
 
     def task():
         computes.set()

@@ -99,7 +99,7 @@ def test_planned_device_bytes_are_those_of_a_real_step(name: str) -> None:
 
         step()
         activations = peak_allocated(step)
-        gathered = engine_of(model).residency.peak
+        gathered = engine_of(model).residency.budget.peak
     assert planned.parameters == pytest.approx(gathered, rel=0.1)
     assert max(planned.forward, planned.backward) == pytest.approx(activations, rel=0.1)
 

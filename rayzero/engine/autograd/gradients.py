@@ -94,8 +94,8 @@ class GradientEvents(Protocol):
         """All gradients that this graph task brings for ``unit`` are on its Parameters."""
         ...
 
-    def backward_over(self, nested: bool) -> None:
-        """A graph task has ended without an exception. ``nested``: inside another one."""
+    def backward_over(self) -> None:
+        """A graph task that is in no other one has ended without an exception."""
         ...
 
 
@@ -156,7 +156,8 @@ class GradientCollector:
     def _end(self, task: int) -> None:
         for unit in self._tasks.pop(task, {}):
             self._events.completed(unit)
-        self._events.backward_over(bool(self._tasks))
+        if not self._tasks:
+            self._events.backward_over()
 
     def drain(self) -> None:
         """Forget graph tasks that an exception ended: autograd does not report their end."""

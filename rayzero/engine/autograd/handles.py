@@ -19,12 +19,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, Protocol, cast
+from typing import Any, cast
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
+from rayzero.engine.autograd.gradients import GradientCollector
 from rayzero.engine.private_torch import (
     PackHook,
     UnpackHook,
@@ -34,11 +35,14 @@ from rayzero.engine.private_torch import (
     lazy_sign,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
+    saved_tensor_hooks_allowed,
     saved_tensor_hooks_below,
     sparse_parts,
     storage_key,
 )
+from rayzero.engine.step_clock import PassTimes
 from rayzero.engine.units.param_unit import ParamUnit
+from rayzero.engine.units.schedule import Phase
 from rayzero.engine.units.unit_cache import UnitCache
 from rayzero.errors import UnsupportedError
 from rayzero.modes import outside_modes
@@ -76,29 +80,33 @@ class Checkpointed:
         self.shown = shown
 
 
-class UnitUse(Protocol):
-    """What unpacking a weight asks of the engine."""
-
-    def use(self, unit: ParamUnit) -> None:
-        """Bring a unit up whose weight autograd unpacks."""
-        ...
-
-
 class SavedWeights:
     """The pack and unpack hooks of one rank.
 
     Knows which storages are weights; not when units come or go."""
 
-    def __init__(self, slots: Slots, units: UnitUse, cache: UnitCache) -> None:
+    def __init__(
+        self, slots: Slots, collector: GradientCollector, passes: PassTimes, cache: UnitCache, *, resident: bool
+    ) -> None:
+        """``resident``: everything stays up until the step, so that weights that autograd saves stay valid."""
         self._slots = slots
-        self._units = units
-        self._cache = cache
+        self._collector, self._passes, self._cache = collector, passes, cache
+        self._resident = resident
         self._plain = self._plain_hooks()
         self._stand_ins: dict[Any, Tensor] = {}  # by size, dtype and device
         self._shown: WeakSet[Any] = WeakSet()  # what checkpoints gave for weights that have handles
 
-    def push(self) -> None:
-        """Push our hooks; they pass tensors that are not weights to the hooks below."""
+    def push(self) -> bool:
+        """Push our hooks, which pass tensors that are not weights to the hooks below; returns whether they are needed.
+        Raises UnsupportedError where torch allows none."""
+        if self._resident:
+            return False
+        if not saved_tensor_hooks_allowed():
+            raise UnsupportedError(
+                "torch.func.grad and vjp allow no saved-tensor hooks, but a model needs them unless all of its "
+                "parameters are gathered; raise prefetch_buffer_size and gpu_param_memory_budget until they are, or "
+                "use torch.autograd"
+            )
         below = saved_tensor_hooks_below()
         if below is None:
             pack, unpack = self._plain
@@ -107,6 +115,7 @@ class SavedWeights:
         else:
             pack, unpack = self._delegating_hooks(*below)
         push_saved_tensor_hooks(pack, unpack)
+        return True
 
     def pop(self) -> None:
         pop_saved_tensor_hooks()
@@ -137,9 +146,19 @@ class SavedWeights:
             raise _modified(tuple(handle.size), handle.version, unit.layout.slots[handle.slot].name)
         if type(unit.params[handle.slot]).made is not nn.Parameter:  # type: ignore[attr-defined]
             _refuse_python(unit, handle.slot)
-        self._units.use(unit)
+        self._bring_up(unit)
         weight = unit.tensor(handle.slot, handle)
         return weight if handle.form is None else handle.form(weight)
+
+    def _bring_up(self, unit: ParamUnit) -> None:
+        """Under create_graph the node that unpacks the weight saves it again. Hooks pushed here see that; autograd pops
+        them, because it restores its thread's state after every node."""
+        backward = self._collector.in_backward()
+        if backward:
+            self._passes.begin_backward()
+            if torch.is_grad_enabled():
+                self.push()
+        self._cache.use(unit, Phase.BACKWARD if backward else Phase.FORWARD)
 
     def below(self, hooks: tuple[PackHook, UnpackHook]) -> tuple[bool, tuple[PackHook, UnpackHook] | None]:
         """(whether ``hooks`` are ours, and if so the hooks below them)."""

@@ -30,17 +30,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from rayzero.engine.units.param_unit import ParamUnit, open_class
+from rayzero.engine.units.param_unit import ParamUnit, get_data, open_class, set_data
 from rayzero.errors import GradientAccessError, UnsupportedError
 from rayzero.modes import outside_modes
 from rayzero.tensor_metadata import METADATA, AbsentParameter, of_class, plain
 
 _GRAD: Any = Tensor.grad
 _GET_GRAD = _GRAD.__get__
-_DATA: Any = Tensor.data
-_GET_DATA, _SET_DATA = _DATA.__get__, _DATA.__set__
-_REQUIRES_GRAD: Any = Tensor.requires_grad
-_ON_SELF = frozenset([_REQUIRES_GRAD.__set__, Tensor.requires_grad_])
+_FLAG: Any = Tensor.requires_grad
+_GET_FLAG = _FLAG.__get__
+_ON_SELF = frozenset([_FLAG.__set__, Tensor.requires_grad_])
 _BY_EDGES: frozenset[Any] = frozenset([torch.autograd.grad, torch.autograd.backward])
 _APPLY = nn.Module._apply.__code__
 _ON_GRAD = frozenset([_GET_GRAD, _GRAD.__set__, _GRAD.__delete__])
@@ -56,16 +55,10 @@ class Toucher(Protocol):
         """A context in which ``units`` are up and unguarded."""
         ...
 
-    def sent_gradient(self, param: nn.Parameter, unit: Any) -> str | None:
-        """The parameter's name if its gradient has left the rank in this step, else None."""
-        ...
-
-    def spent_gradient(self, param: nn.Parameter, unit: Any) -> str | None:
-        """The parameter's name if a step has applied its gradient and no zero_grad() followed, else None."""
-        ...
-
-    def drop_gradient(self, param: nn.Parameter, unit: Any) -> None:
-        """The user has set ``.grad``, which replaces a gradient that a step has applied."""
+    def gone_gradient(self, param: nn.Parameter, unit: Any, *, read: bool) -> str | None:
+        """``.grad`` was read as None, or set, which replaces a gradient that a step has applied. The parameter's name
+        if its gradient has left the rank in this step, or was to be read, but a step has applied it and no zero_grad()
+        followed; else None."""
         ...
 
     def zero_grad(self, params: Sequence[nn.Parameter], *, set_to_none: bool) -> None:
@@ -79,8 +72,6 @@ class Toucher(Protocol):
     def set_flag(self, param: nn.Parameter, unit: Any, on: bool) -> None:
         """The parameter was given a ``requires_grad``."""
         ...
-
-    def name_of(self, param: nn.Parameter, unit: Any) -> str: ...
 
 
 class _WeakClassAttribute(Generic[_Held]):
@@ -114,11 +105,11 @@ class ShardedParameter(AbsentParameter):
         if func in _ON_SELF:
             on = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
             cls.toucher.set_flag(args[0], cls.unit, bool(on))
-        if func == _SET_DATA:
+        if func == set_data:
             return cls._set_data(*args)
         if func == Tensor.copy_ and isinstance(args[0], cls) and cls.toucher.take_loaded(args[0], cls.unit, args[1]):
             return args[0]
-        if func == _GET_DATA:
+        if func == get_data:
             with cls.brought([args[0]]):
                 return args[0].data
         if func in METADATA:
@@ -140,9 +131,7 @@ class ShardedParameter(AbsentParameter):
     def _after_grad(cls, param: nn.Parameter, *, read: bool) -> None:
         """``.grad`` was read as None, or set. Raises GradientAccessError if plain PyTorch would have a gradient
         here."""
-        name = cls.toucher.sent_gradient(param, cls.unit)
-        if name is None and read:
-            name = cls.toucher.spent_gradient(param, cls.unit)
+        name = cls.toucher.gone_gradient(param, cls.unit, read=read)
         if name is not None:
             how = "read" if read else "set"
             raise GradientAccessError(
@@ -150,8 +139,6 @@ class ShardedParameter(AbsentParameter):
                 f"{_caller(sys._getframe(1))}). To clip, call optimizer.clip_grad_norm_(max_norm), which returns the "
                 "global norm, or optimizer.clip_grad_value_(clip_value); to drop gradients, optimizer.zero_grad()"
             )
-        if not read:
-            cls.toucher.drop_gradient(param, cls.unit)
 
     @classmethod
     @outside_modes
@@ -216,22 +203,22 @@ def require_keepable(name: str, param: nn.Parameter) -> None:
         )
 
 
-def guard_classes(toucher: Toucher, params: Sequence[nn.Parameter]) -> list[type[ShardedParameter]]:
-    """Classes for one unit's Parameters, each a subclass of what its Parameter is. ``guard_for`` sets their unit once
-    that exists."""
+def guard_classes(params: Sequence[nn.Parameter]) -> list[type[ShardedParameter]]:
+    """Classes for one unit's Parameters, each a subclass of what its Parameter is. ``guard_for`` says to whom they
+    report."""
     made: dict[type, type[ShardedParameter]] = {}
     for kind in map(type, params):
         if kind not in made:
             named = ShardedParameter if kind is nn.Parameter else kind  # code may look at a class by its name
-            names = {"_toucher": ref(toucher), "made": kind, "__module__": named.__module__}
+            names = {"made": kind, "__module__": named.__module__}
             made[kind] = type(named.__name__, (ShardedParameter, kind), names | {"__qualname__": named.__qualname__})
     return [made[type(param)] for param in params]
 
 
-def guard_for(guards: Sequence[type[ShardedParameter]], unit: Any) -> None:
-    """Set the unit whose Parameters have the classes."""
-    for guard in guards:
-        guard._unit = ref(unit)  # type: ignore[attr-defined]
+def guard_for(unit: ParamUnit, toucher: Toucher) -> None:
+    """Have the classes of a unit's Parameters report to ``toucher``."""
+    for guard in unit.guards:
+        guard._unit, guard._toucher = ref(unit), ref(toucher)  # type: ignore[attr-defined]
 
 
 @outside_modes
@@ -260,10 +247,6 @@ def _caller(frame: FrameType | None) -> str:
     if frame is None:
         return "an unknown caller"
     return f"{frame.f_code.co_name} at {frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-_FLAG: Any = Tensor.requires_grad
-_GET_FLAG = _FLAG.__get__
 
 
 def requires_grad_of(params: Sequence[nn.Parameter]) -> Tensor:

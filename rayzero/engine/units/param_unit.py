@@ -180,6 +180,7 @@ class ParamUnit:
         self.name = layout.name
         self.size_bytes = layout.size_bytes
         self.params = params
+        self.guards = guards
         self._closed = list(zip(params, guards, strict=True))
         self._opened = [(param, open_class(type(param))) for param in params]
         self.state = S.SHARDED

@@ -92,30 +92,31 @@ def build_layout(
     _refuse_overlaps(found)
     unit_modules = _choose(tree, found, units, min_unit_bytes)
     groups = _group(tree, found, unit_modules)
+    root = "<root>" if "root" in tree.by_name else "root"
     layout = ModelLayout(
         units=tuple(
             lay_out_unit(
                 i,
-                key.unit_name(tree),
-                key.dtype,
-                key.trainable,
+                (module or root) + suffix,
+                group[0].dtype,
+                group[0].tensor.requires_grad,
                 [(p.name, tuple(p.tensor.shape)) for p in group],
                 frozen_master=group[0].frozen_master,
-                codec=_codec(key, frozen_codec),
-                opaque=key.opaque,
+                codec=_codec(group[0], frozen_codec),
+                opaque=group[0].opaque,
             )
-            for i, (key, group) in enumerate(groups.items())
+            for i, ((module, suffix), group) in enumerate(groups.items())
         ),
         shard_numel=_shard_numel(shard_bytes),
         whole_parameters=whole_parameters,
     )
-    modules = tuple(key.module for key in groups)
+    modules = tuple(module for module, _ in groups)
     return UnitPlan(layout=layout, modules=modules, units_of_module=_units_of_module(tree, found, unit_modules, groups))
 
 
-def _codec(key: _Key, frozen_codec: str) -> str:
-    codec = codec_for(frozen_codec, key.dtype)
-    return "none" if key.trainable or (key.opaque and codec.lossy) else codec.name
+def _codec(one: _Found, frozen_codec: str) -> str:
+    codec = codec_for(frozen_codec, one.dtype)
+    return "none" if one.tensor.requires_grad or (one.opaque and codec.lossy) else codec.name
 
 
 def _shard_numel(shard_bytes: int) -> int:
@@ -348,19 +349,7 @@ def _by_class(tree: _ModuleTree, names: Sequence[str]) -> set[str]:
 # ---- grouping parameters ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Key:
-    """What one unit's parameters have in common. [Note: siblings]"""
-
-    module: str
-    suffix: str
-    trainable: bool
-    opaque: bool
-    dtype: torch.dtype
-
-    def unit_name(self, tree: _ModuleTree) -> str:
-        root = "<root>" if "root" in tree.by_name else "root"
-        return (self.module or root) + self.suffix
+_Key = tuple[str, str]  # a unit module, and what its unit's parameters have in common: [Note: siblings]
 
 
 def _group(tree: _ModuleTree, found: Sequence[_Found], chosen: Mapping[str, None]) -> dict[_Key, list[_Found]]:
@@ -368,16 +357,9 @@ def _group(tree: _ModuleTree, found: Sequence[_Found], chosen: Mapping[str, None
     groups: dict[_Key, list[_Found]] = {}
     for one in found:
         module = tree.innermost(one.holders[0], chosen)
-        key = _Key(
-            module=module,
-            suffix=one.suffix,
-            trainable=one.tensor.requires_grad,
-            opaque=one.opaque,
-            dtype=one.dtype,
-        )
-        groups.setdefault(key, []).append(one)
+        groups.setdefault((module, one.suffix), []).append(one)
     place = {module: i for i, module in enumerate((ROOT, *chosen))}
-    order = sorted(groups, key=lambda key: (place[key.module], not key.trainable, key.suffix))
+    order = sorted(groups, key=lambda key: (place[key[0]], not groups[key][0].tensor.requires_grad, key[1]))
     return {key: groups[key] for key in order}
 
 
@@ -386,8 +368,8 @@ def _units_of_module(
 ) -> dict[str, tuple[int, ...]]:
     needed: dict[str, dict[int, None]] = {module: {} for module in (ROOT, *chosen)}
     unit_of: dict[str, int] = {}
-    for unit, (key, group) in enumerate(groups.items()):
-        needed[key.module][unit] = None
+    for unit, ((module, _), group) in enumerate(groups.items()):
+        needed[module][unit] = None
         unit_of.update((one.name, unit) for one in group)
     for one in found:
         for holder in one.holders[1:]:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -102,9 +102,9 @@ class Residency:
     ) -> None:
         """``budget``: bytes. ``poison``: fill released buffers with NaN. ``mapped``: unit -> 1D tensor over the owners'
         memory (``ParameterStore.mapped``), which is used in place of a buffer."""
-        self._budget = MemoryBudget(budget)
+        self.budget = MemoryBudget(budget)  # its ``used``: bytes of gathered parameters, prefetches included
         self._limit = self.target = budget  # bytes; units stay below the target where they can, see ``shrink``
-        self._pool = BufferPool(device, budget=self._budget, poison=poison)
+        self._pool = BufferPool(device, budget=self.budget, poison=poison)
         self.device, self.poisons = device, poison
         self._layouts = layouts
         numbers: dict[Shape, int] = {}  # one object per shape: shapes are slow to hash
@@ -114,23 +114,9 @@ class Residency:
         }
 
     @property
-    def used(self) -> int:
-        """Bytes of gathered parameters, prefetches included."""
-        return self._budget.used
-
-    @property
     def allocated(self) -> int:
         """Bytes of buffers, in use or free; the owners' memory is not included."""
         return self._pool.held_bytes
-
-    @property
-    def peak(self) -> int:
-        """The highest ``used`` since the last ``restart_peak``."""
-        return self._budget.peak
-
-    def restart_peak(self) -> None:
-        """Measure the peak from now on."""
-        self._budget.restart_peak()
 
     def trim(self) -> int:
         """Free the buffers that are not in use; returns their bytes."""
@@ -145,16 +131,12 @@ class Residency:
         """Aim at no more than ``target`` bytes from now on, and drop free buffers beyond it."""
         self.target = min(self._limit, target)
         if self.target < self._limit:
-            self._pool.trim(max(0, self.target - self.used))
+            self._pool.trim(max(0, self.target - self.budget.used))
 
     @property
     def has_buffers(self) -> bool:
         """Whether some units are gathered into buffers, not read from the owners' memory."""
         return len(self._mapped) < len(self._layouts)
-
-    def is_mapped(self, unit: int) -> bool:
-        """Whether the unit is read from the owners' memory."""
-        return unit in self._mapped
 
     def acquire(self, unit: int, *, beyond: bool = False) -> UnitBuffer | None:
         """Lease memory for a unit; None if the target has no room now, or the budget if ``beyond`` the target. Its
@@ -178,14 +160,14 @@ class Residency:
 
     def _fits(self, unit: int, beyond: bool) -> bool:
         """Whether the target leaves room, or need not. Drops free buffers that would go beyond it."""
-        used = self.used
+        used = self.budget.used
         if used and not beyond and used + buffer_bytes(self._layouts[unit].size_bytes) > self.target:
             return False
         self._pool.trim(max(0, self.target - used))
         return True
 
     def _map(self, unit: int) -> UnitBuffer | None:
-        lease = self._budget.reserve(buffer_bytes(self._layouts[unit].size_bytes))
+        lease = self.budget.reserve(buffer_bytes(self._layouts[unit].size_bytes))
         if lease is None:
             return None
         flat, slices = self._mapped[unit]
@@ -217,14 +199,6 @@ class Waited(NamedTuple):
 _NOTHING = Waited(0.0, 0.0)
 
 
-class Request(Protocol):
-    """What the store was asked for."""
-
-    def cancel(self) -> bool:
-        """Cancel the request; True if it will not write to the buffer any more."""
-        ...
-
-
 @dataclass(frozen=True, eq=False, slots=True)
 class DeviceCopy:
     """A copy to a device that is issued."""
@@ -246,7 +220,7 @@ class Fetching:
     version: int
     published: Future[int]  # the version is published
     done: Future[Any]  # every byte is in the buffer, or its copy to the device is issued
-    request: Request | None  # None: the buffer is the owners' memory, so nothing is requested
+    request: Future[None] | ConditionalFetch | None  # None: the buffer is the owners' memory, so nothing is requested
     buffer: UnitBuffer
     ahead: bool  # True: prefetched; False: requested when it was needed
     ready: Future[DeviceCopy | None] | None = None  # CUDA: ``done``, with the copy where there is one

@@ -13,12 +13,12 @@ instead of keeping the whole model's gradients.
 
 from __future__ import annotations
 
-import functools
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from torch import Tensor
 from rayzero.concurrency.futures import chain, failed, settled
 from rayzero.engine.units.residency import ConditionalFetch, DeviceCopy, Fetching, UnitBuffer, mapped_units
 from rayzero.lanes import CudaLane, Event, Lane, ThreadLane
-from rayzero.lanes.lane import LinkSpeed, measure_link
+from rayzero.lanes.lane import LinkSpeed
 from rayzero.layout.model_layout import ALIGN, UnitLayout
 from rayzero.memory.pool import Buffer, BufferPool, Lease, MemoryBudget, buffer_bytes
 from rayzero.protocol.gradient_sum import ScatteredUnit
@@ -72,9 +72,9 @@ class UnitTransfers:
         self._at_once = at_once
         self.store = store
         self._staging = staging
-        self._thread = ThreadLane()  # gathers or announces gradients, in push order
-        self.lane: Lane = self._thread  # copies units; its clock is the computation's
-        self.link: LinkSpeed | None = None  # set by measure_link
+        self._thread = ThreadPoolExecutor(1, "rayzero-push")  # gathers or announces gradients, in push order
+        self.lane: Lane = ThreadLane()  # copies units; its clock is the computation's
+        self.link: LinkSpeed | None = None  # between device and host memory; None: not measured
 
     @property
     def owners_share_cores(self) -> bool:
@@ -110,12 +110,6 @@ class UnitTransfers:
         renewal = ConditionalFetch(published, held, lambda: self.store.fetch(unit.index, version, COMPUTE, out))
         return renewal.done, renewal
 
-    @property
-    def caller_is_captured(self) -> bool:
-        """Whether the caller's work is captured into a CUDA graph, for which nothing can be fetched: parameters move
-        from step to step."""
-        return False
-
     def use(self, buffer: UnitBuffer) -> None:
         """The caller is about to compute with a buffer's bytes, which somebody has waited for."""
 
@@ -138,10 +132,16 @@ class UnitTransfers:
                 gather_into(target.flat, unit, held)
             held.clear()
 
-        if small:
-            return self._send(contribution, target, gather)
+        return self._send(contribution, target, gather) if small else self._send_beside(contribution, target, gather)
+
+    def _send_beside(self, contribution: Contribution, target: _Target, gather: Callable[[], None]) -> Future[None]:
+        """``_send`` on the thread; here if another thread has closed it meanwhile."""
         landed: Future[None] = Future()
-        self._thread.issue("out", lambda: chain(self._send(contribution, target, gather), landed))
+        send = partial(self._send, contribution, target, gather)
+        try:
+            self._thread.submit(lambda: chain(send(), landed))
+        except RuntimeError:
+            return send()
         return landed
 
     def _send(self, contribution: Contribution, target: _Target, gather: Callable[[], None]) -> Future[None]:
@@ -169,17 +169,13 @@ class UnitTransfers:
         call it."""
         return {("staging", "pinned" if self._staging.pinned_for is not None else "ram"): self._staging.held_bytes}
 
-    def measure_link(self, device: torch.device) -> None:
-        """Measure the copies between ``device``, the rank's, and host memory: some tens of milliseconds."""
-        self.link = measure_link(device)
-
     def trim(self) -> int:
         """Free the staging buffers that are not in use; returns their bytes."""
         return self._staging.trim()
 
     def close(self) -> None:
         """Finish what is queued and end the thread. Idempotent."""
-        self._thread.close()
+        self._thread.shutdown()
 
 
 class DeviceTransfers(UnitTransfers):
@@ -266,10 +262,6 @@ class DeviceTransfers(UnitTransfers):
         return staged.tensor.view(unit.dtype), staged
 
     @property
-    def caller_is_captured(self) -> bool:
-        return self.lane.capturing()
-
-    @property
     def owners_share_cores(self) -> bool:
         """See ``UnitTransfers``: the rank computes on its device."""
         return False
@@ -298,14 +290,12 @@ class DeviceTransfers(UnitTransfers):
         copied = self.lane.issue(
             "out", lambda: target.flat.copy_(gathered, non_blocking=True), holds=[gathered], label=unit.name
         )
-        landed: Future[None] = Future()
 
         def join() -> None:
             if (error := copied.join()) is not None:
                 raise error
 
-        self._thread.issue("out", lambda: chain(self._send(contribution, target, join), landed))
-        return landed
+        return self._send_beside(contribution, target, join)
 
     def drain(self) -> None:
         """See ``UnitTransfers``. Call it before the step's finish, after which owners may overwrite what a copy reads,
@@ -392,7 +382,7 @@ def gather_into(flat: Tensor, unit: UnitLayout, grads: Grads) -> None:
         torch.cat(parts, out=flat)  # one call: a third of the time of a copy per parameter (20 of 16 KiB each)
 
 
-@functools.lru_cache(4 * ALIGN)  # each under ALIGN elements; models have many parameters
+@lru_cache(4 * ALIGN)  # each under ALIGN elements; models have many parameters
 def _zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return torch.zeros(numel, dtype=dtype, device=device)

@@ -53,13 +53,13 @@ from rayzero.telemetry.spans import nothing
 
 log = logging.getLogger(__name__)
 
-Note = Callable[[str, str], None]  # verb, unit name
+Observer = Callable[[str, str], None]  # verb, unit name: what happens, in order
 
 
 class OpenStep(Protocol):
     """The rank's open step, as far as its units need it."""
 
-    step: int  # its number, which is the version that units are read at
+    step: int  # its number, which is the published version that units are read at
     clock: StepClock
 
     def raise_if_failed(self) -> None:
@@ -70,8 +70,8 @@ class OpenStep(Protocol):
 class UnitCache:
     """One rank's gathered units, at one published version.
 
-    Knows units' states, the schedule and the budget; not modules, gradients or what a step is made of. ``version`` is
-    the published version that units are read at. Methods run on the computing thread unless they say otherwise."""
+    Knows units' states, the schedule and the budget; not modules, gradients or what a step is made of. Methods run on
+    the computing thread unless they say otherwise."""
 
     def __init__(
         self,
@@ -84,16 +84,15 @@ class UnitCache:
         residency: Residency,
         config: ZeroConfig,
         recorder: Recorder,
-        note: Note,
     ) -> None:
-        """``root``: units of the root module. ``trained``: units that an optimizer trains; steps change no others.
-        ``note``: called at each move of a unit."""
-        self.version = self._first = step.step
+        """``root``: units of the root module. ``trained``: units that an optimizer trains, now and later on; steps
+        change no others."""
+        self._first = step.step
         self.schedule = UnitSchedule(len(units), always=root)
         self.writes = WrittenUnits()
         self._units = units
         self._root = frozenset(root)
-        self._trained = set(trained)
+        self._trained = trained
         self._step = step
         self._store = transfers.store
         self._transfers = transfers
@@ -102,9 +101,9 @@ class UnitCache:
         self._clock = step.clock
         self._budget = config.gpu_param_memory_budget
         self._groups = layer_groups([unit.layout for unit in units], MAX_GROUPS)
-        self._note = note
-        self._prefetches = config.async_prefetch and config.overlap_computation
-        self.most_ahead = config.prefetch_buffer_size if self._prefetches else 0  # units; a depth's bound
+        self.observers: list[Observer] = []
+        prefetches = config.async_prefetch and config.overlap_computation
+        self.most_ahead = config.prefetch_buffer_size if prefetches else 0  # units; a depth's bound
         self.times = UseTimes(transfers.lane, self._clock, recorder, self._groups)
         self._publications: dict[int, Future[int]] = {}  # of the present version; frozen units': of any
         self._behind: set[int] = set()  # units that are up, not yet at this version. [Note: pinned units]
@@ -117,12 +116,22 @@ class UnitCache:
         self.allowed = self.most_ahead  # depth that memory pressure leaves
         self._set_depth(self.most_ahead)
 
+    @property
+    def version(self) -> int:
+        """The published version that units are read at; it equals the number of committed steps."""
+        return self._step.step
+
+    def note(self, verb: str, unit: str = "") -> None:
+        """Something happens: tell the observers."""
+        for observer in self.observers:
+            observer(verb, unit)
+
     # ---- up
 
     def use(self, unit: ParamUnit, phase: Phase) -> None:
         """Something is about to compute with the unit: bring it up and prefetch what comes next. Raises
         UnsupportedError while a CUDA graph is captured."""
-        if self._transfers.caller_is_captured:
+        if self._transfers.lane.capturing():
             raise UnsupportedError(
                 f"{unit.name} is used while a CUDA graph is captured, but its parameters move from step to step, and "
                 "the graph would read their old place: train it without graphs, or capture only what is not prepared"
@@ -161,7 +170,7 @@ class UnitCache:
             self._drop(unit)
             raise
         self.writes.put_back(unit)
-        self._note("unshard", unit.name)
+        self.note("unshard", unit.name)
         self.times.waited(unit.layout, fetching, there, waited, began)
 
     def _fetch(self, unit: ParamUnit, *, ahead: bool) -> bool:
@@ -185,7 +194,7 @@ class UnitCache:
             fetching.follow(arrived)
         unit.unshard(fetching)
         self._up += 1
-        self._note("prefetch" if ahead else "fetch", unit.name)
+        self.note("prefetch" if ahead else "fetch", unit.name)
         return True
 
     def _published(self, unit: int) -> Future[int]:
@@ -212,7 +221,7 @@ class UnitCache:
         self._prefetch(range(len(self._units)))
 
     def _prefetch(self, units: Sequence[int]) -> None:
-        if self._transfers.caller_is_captured:
+        if self._transfers.lane.capturing():
             return  # ``use`` refuses it
         for index in units:
             unit = self._units[index]
@@ -224,8 +233,7 @@ class UnitCache:
         self.depth = depth
 
     def train(self, unit: int) -> None:
-        """Record that an optimizer trains the unit from now on."""
-        self._trained.add(unit)
+        """An optimizer trains the unit from now on."""
         self._publications.pop(unit, None)
 
     # ---- down
@@ -292,7 +300,7 @@ class UnitCache:
         else:
             self._residency.release(buffer)
         self._up -= 1
-        self._note("reshard", unit.name)
+        self.note("reshard", unit.name)
 
     def _drop(self, unit: ParamUnit) -> bool:
         """Drop a unit's fetch; returns whether its buffer is free already. Else it is once the fetch stops writing."""
@@ -300,7 +308,7 @@ class UnitCache:
         if fetching.ahead:
             self._recorder.add(PREFETCH_DROPPED, 1, result="wasted" if fetching.done.done() else "cancelled")
         self._up -= 1
-        self._note("cancel", unit.name)
+        self.note("cancel", unit.name)
         if not fetching.cancel():
             self._dropped.append(fetching)
             return False
@@ -329,7 +337,7 @@ class UnitCache:
         not begin to wait. Idle units beyond it are resharded, those with the farthest next use first."""
         target = max(int(share * self._budget), self._residency.window(self._root, 1 + self.depth))
         for _, unit in sorted(zip(self._ranks(), self._units, strict=True), key=lambda pair: pair[0], reverse=True):
-            if self._residency.used > target:
+            if self._residency.budget.used > target:
                 self._release(unit, ahead=True)
         self._residency.shrink(target)
 
@@ -339,7 +347,7 @@ class UnitCache:
             for unit in self._units
             if unit.state is UnitState.UNSHARDED
         ]
-        needed = self._residency.used + buffer_bytes(wanted.size_bytes)
+        needed = self._residency.budget.used + buffer_bytes(wanted.size_bytes)
         return (
             f"gpu_param_memory_budget={self._budget:,} bytes has no room for unit {wanted.name!r} "
             f"({wanted.size_bytes:,} bytes) beside {', '.join(held)}; set it to at least {needed:,}"
@@ -410,7 +418,7 @@ class UnitCache:
             self._residency.release(kept)
         if sends:
             self._store.write(unit.index, self.version, kind, values).result()
-            self._note("write", unit.name)
+            self.note("write", unit.name)
         return sends
 
     def _refresh(self, unit: ParamUnit) -> None:
@@ -425,27 +433,26 @@ class UnitCache:
         unit.refreshed(self.version)
         self.writes.settle(unit)
         self._behind.remove(unit.index)
-        self._note("refresh", unit.name)
+        self.note("refresh", unit.name)
 
     # ---- passes and steps
 
-    def begin_pass(self, wraps: bool, most_ahead: Callable[[int], int]) -> None:
-        """A root forward starts. ``wraps``: another one follows before the step. ``most_ahead(depth)``: the prefetch
-        depth that memory pressure allows, at most ``depth``."""
+    def begin_pass(self, wraps: bool, allowed: int) -> None:
+        """A root forward starts. ``wraps``: another one follows before the step. ``allowed``: the prefetch depth that
+        memory pressure leaves, at most ``most_ahead``."""
         self._wraps = wraps
         self.schedule.begin_pass()
         self._current = None
         if self._dropped:
             self._reap(wait=False)
-        self.adapt(most_ahead)
+        self.adapt(allowed)
         self.prefetch_first()
         self.times.pause()
 
-    def adapt(self, most_ahead: Callable[[int], int]) -> None:
+    def adapt(self, allowed: int) -> None:
         """Set the prefetch depth by memory pressure and the measured pace; see ``begin_pass``."""
-        if self.most_ahead:
-            self.allowed = most_ahead(self.most_ahead)
-            self._set_depth(self.times.pace.depth(self.allowed))
+        self.allowed = allowed
+        self._set_depth(self.times.pace.depth(allowed))
 
     def forget(self) -> None:
         """Predict uses and times from scratch, as before the first pass."""
@@ -474,7 +481,6 @@ class UnitCache:
     def advance(self) -> None:
         """The step's finish is sent: read units at the next version."""
         self.times.count()
-        self.version += 1
         self._wraps = False
         self.schedule.begin_pass()
         self._current = None
@@ -499,7 +505,7 @@ class UnitCache:
         """Measurements of units that are up, in flight and waited for now. Any thread may call it."""
         coming = [unit.size_bytes for unit in self._units if unit.state is UnitState.UNSHARDING]
         yield Reading(PREFETCH_INFLIGHT_BYTES, sum(coming), {})
-        yield Reading(PREFETCH_WINDOW_BYTES, self._residency.used, {})
+        yield Reading(PREFETCH_WINDOW_BYTES, self._residency.budget.used, {})
         yield Reading(PREFETCH_WINDOW_LIMIT_BYTES, self._budget, {})
         publications = [self._publications.get(unit) for unit in list(self._trained)]
         lags = any(known is None or not known.done() for known in publications)

@@ -40,7 +40,7 @@ def test_the_program_is_that_of_the_engine(units_up: int, ahead: int, monkeypatc
     with running_in(RankContext()):
         net = model()
         net, optimizer = rayzero.prepare(net, torch.optim.Adam(net.parameters()), config)
-        observers = optimizer.engine.observers
+        observers = optimizer.engine.cache.observers
         observers.append(lambda verb, unit: seen.append((SHOWN[verb], unit)) if verb in SHOWN else None)
         for _ in range(3):
             seen.clear()
