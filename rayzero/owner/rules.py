@@ -21,7 +21,7 @@ from rayzero.kernels.optimizer_trial import require_owned
 from rayzero.kernels.rank_sum import RankSum
 from rayzero.kernels.torch_kernel import DEVICE_TILE, TILE, TorchKernel
 from rayzero.layout.model_layout import Shard, aligned
-from rayzero.owner.classes.class_states import ShardOptimizer, StateRoom
+from rayzero.owner.class_states import ShardOptimizer, StateRoom
 from rayzero.owner.shard import OwnedShard, ShardWork
 from rayzero.protocol.hyper import require_numbers
 from rayzero.protocol.messages import STEP, Hyper, ModelSpec, group_and_like, group_number

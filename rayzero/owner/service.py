@@ -23,11 +23,11 @@ from rayzero.errors import (
 )
 from rayzero.owner.changes import ChangeLog
 from rayzero.owner.checkpoint import CheckpointWriter
-from rayzero.owner.classes.products import ShardProducts
 from rayzero.owner.gradients.contributions import Contributions
 from rayzero.owner.gradients.shard_sums import TotalListener
 from rayzero.owner.memory import LeftOnDevice, MemoryMaker
 from rayzero.owner.owned_model import OwnedModel, OwnerTerms, build_model, check_same
+from rayzero.owner.products import ShardProducts
 from rayzero.owner.publisher import Listener, PublishedCopy, Publisher
 from rayzero.owner.rules import ClassRule
 from rayzero.owner.shard import OwnedShard, ShardState, Updater

@@ -23,9 +23,9 @@ from rayzero.kernels.newton_schulz import measured
 from rayzero.layout.model_layout import layer_groups
 from rayzero.owner.changes import ChangeLog
 from rayzero.owner.checkpoint import CheckpointWriter
-from rayzero.owner.classes.products import ShardProducts
 from rayzero.owner.gradients.contributions import Contributions
 from rayzero.owner.owned_model import OwnedModel
+from rayzero.owner.products import ShardProducts
 from rayzero.owner.publisher import Publisher
 from rayzero.owner.shard import Contributors, OwnedShard, ShardState, ShardWork, StepWork
 from rayzero.protocol.messages import Action, NormParts

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rayzero.errors import StoreError
 from rayzero.kernels.newton_schulz import as_product, newton_schulz
-from rayzero.owner.classes import products
+from rayzero.owner import products
 from rayzero.protocol.messages import MASTER, PRODUCT, Action, ModelSpec
 from rayzero.protocol.products import matrices_of, multiplying_ranks
 from rayzero.telemetry.names import MATRIX_PRODUCT_SECONDS, MATRIX_PRODUCTS
