@@ -21,7 +21,8 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -30,11 +31,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayzero.cluster.actor_calls import ANSWER_S, refuse_name_in_use
 from rayzero.cluster.continuation import Continuation, Lost, await_left, choose
-from rayzero.cluster.janitor import KeptStates, Remains
+from rayzero.cluster.janitor import Remains
 from rayzero.cluster.journal import Journal
 from rayzero.cluster.nodes.places import Reservation
 from rayzero.cluster.nodes.resources import Node
 from rayzero.cluster.nodes.session import alive_nodes
+from rayzero.cluster.processes.rank_worker import RankStart
 from rayzero.cluster.roster import Certificates
 from rayzero.cluster.run import RunState
 from rayzero.cluster.run_actors import RunActors
@@ -46,9 +48,7 @@ from rayzero.config import SecurityConfig, TelemetryConfig, ZeroConfig
 from rayzero.elastic.controller import Controller
 from rayzero.elastic.members import MemberId, MemberKind
 from rayzero.errors import ConfigError, RunFailedError
-from rayzero.protocol.ownership import Ownership
 from rayzero.quantities import count
-from rayzero.security.credentials import Credentials
 from rayzero.slabs.sweep import Hold
 from rayzero.store.shm.signals import why_no_sharing
 
@@ -68,22 +68,7 @@ class WorkerGroup:
     run: str  # in the library: a group continues the one before if it has the same
     world_size: int
     nodes: tuple[str, ...]  # of its ranks (ids)
-    resume: str | None  # the checkpoint that its loop would resume from
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupStart:
-    """What the ranks of a group begin with."""
-
-    addresses: tuple[str, ...]  # of the owners, by index
-    ownership: Ownership  # who owns what
-    lineage: str  # of the run's states in shared memory
-    life: int  # of every rank; 0: a fresh start
-    repeats: int | None  # see RankContext
-    resume: str | None  # the checkpoint that gave the run its first values
-    token: str = field(repr=False)  # owners ask for it in every call
-    tls: Credentials | None = None  # what every rank shows to owners; None: it uses no TLS
-    remains: Remains | None = None  # what becomes of a rank's slabs if it is killed; None: others see to them
+    resume: Path | None  # the checkpoint that its loop would resume from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,13 +86,13 @@ class WorkerGroups:
         self._newest: WorkerGroup | None = None
         self._former: set[str] = set()  # names of groups before it
         self._processes: dict[int, str] = {}  # of the newest, by rank
-        self._start: GroupStart | None = None  # of the newest, once it is open
+        self._start: RankStart | None = None  # of the newest, once it is open
         self._failed: str | None = None  # why the newest has no owners any more
         self._over: str | None = None  # why no group ever has
 
     # ---- for ranks
 
-    async def join(self, group: WorkerGroup, rank: int, process: str) -> GroupStart | GroupEnded:
+    async def join(self, group: WorkerGroup, rank: int, process: str) -> RankStart | GroupEnded:
         """Ask for a rank's place in ``group``, which is the newest if nobody has asked for it before; waits until the
         driver has opened it. ``process``: whose place it is, the same in every call."""
         async with self._news:
@@ -127,13 +112,13 @@ class WorkerGroups:
         self._newest, self._processes, self._start, self._failed = group, {}, None, None
         self._news.notify_all()
 
-    async def news(self, group: str, known: GroupStart) -> GroupStart | GroupEnded:
+    async def news(self, group: str, known: RankStart) -> RankStart | GroupEnded:
         """What the ranks of the group would begin with now, as soon as it is not ``known``: an owner has moved, or
         ranks are to show another certificate."""
         async with self._news:
             return await self._answer(group, known)
 
-    async def _answer(self, group: str, known: GroupStart | None) -> GroupStart | GroupEnded:
+    async def _answer(self, group: str, known: RankStart | None) -> RankStart | GroupEnded:
         await self._news.wait_for(lambda: self._end_of(group) is not None or self._start not in (None, known))
         end = self._end_of(group)
         if end is not None:
@@ -157,7 +142,7 @@ class WorkerGroups:
             assert self._newest is not None
             return self._newest
 
-    async def open(self, group: str, start: GroupStart) -> None:
+    async def open(self, group: str, start: RankStart) -> None:
         """Answer the ranks of ``group``, unless there is a newer one; also anew, once an owner is at another address or
         ranks are to show something else."""
         async with self._news:
@@ -188,10 +173,10 @@ class GroupsAsked:
 
     actor: Any
 
-    def join(self, group: WorkerGroup, rank: int, process: str) -> GroupStart | GroupEnded:
+    def join(self, group: WorkerGroup, rank: int, process: str) -> RankStart | GroupEnded:
         return _answer(self.actor.join.remote(group, rank, process))
 
-    def news(self, group: str, known: GroupStart, unwanted: threading.Event) -> GroupStart | GroupEnded | None:
+    def news(self, group: str, known: RankStart, unwanted: threading.Event) -> RankStart | GroupEnded | None:
         """See ``WorkerGroups.news``; None once the answer is ``unwanted``."""
         call = self.actor.news.remote(group, known)
         while not ray.wait([call], timeout=_WANTED_S)[0]:
@@ -200,9 +185,9 @@ class GroupsAsked:
         return _answer(call)
 
 
-def _answer(call: Any) -> GroupStart | GroupEnded:
+def _answer(call: Any) -> RankStart | GroupEnded:
     try:
-        answer: GroupStart | GroupEnded = ray.get(call)
+        answer: RankStart | GroupEnded = ray.get(call)
     except ray.exceptions.RayError as error:
         said = str(error).strip().partition("\n")[0]
         return GroupEnded(why=f"the process that knows them has ended, perhaps with its driver: {said}")
@@ -234,14 +219,13 @@ class GroupOwners:
         self._outlived = 0  # deaths, of ``max_failures``
         self._lineage = secrets.token_hex(8)
         self._group: WorkerGroup | None = None  # that has these owners
-        self._resume: str | None = None  # the checkpoint that gave the lineage its first values
+        self._resume: Path | None = None  # the checkpoint that gave the lineage its first values
         self._hold: Hold | None = None  # keeps what the group continues; freed by: _change_owners(), _end()
         self._failure: Failure | None = None  # why these owners serve no more
         self._actors: RunActors | None = None
-        self._remains: Remains | None = None
         self._controller: Controller | None = None
         self._replacement: Replacement | None = None  # None: nobody is watched
-        self._told: GroupStart | None = None  # what the group knows
+        self._told: RankStart | None = None  # what the group knows
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="rayzero-group-owners", daemon=True)
         self.groups: Any = None  # the actor that ranks ask
@@ -283,7 +267,6 @@ class GroupOwners:
             self._run, self._placement, Certificates(self._run, self._security or SecurityConfig())
         )
         over = None if goes_on is not None else former
-        self._remains = Remains.of_run(self._lineage, self._actors.driver_node, replaces=True, over=over)
         known = None if goes_on is None else goes_on.ownership
         ownership = self._actors.places.add_doors(nodes, known, self._actors.driver_node)
         if doors := len(ownership.door_numbers):
@@ -293,11 +276,10 @@ class GroupOwners:
             self._config,
             TelemetryConfig(enabled=False),
             ownership,
-            self._remains,
+            Remains.of_run(self._lineage, self._actors.driver_node, replaces=True, over=over),
             max_failures=self._max_failures,
             replaces_members=True,  # the library may start ranks again
-            keep=KeptStates(run=self._run, lineage=self._lineage, seconds=0),
-            former=former,
+            keep_s=0,
             succeeds=goes_on is not None,
         )
         self._actors.move(RunState.RUNNING)
@@ -350,7 +332,7 @@ class GroupOwners:
         if self._told is not None:
             self._tell_start(replace(self._told, tls=self._actors.certificates.of_rank(None)))
 
-    def _tell_start(self, start: GroupStart) -> None:
+    def _tell_start(self, start: RankStart) -> None:
         assert self._group is not None
         self._told = start
         self._tell(self.groups.open.remote(self._group.name, start))
@@ -414,16 +396,16 @@ class GroupOwners:
             self._resume = group.resume
         assert self._controller is not None
         self._group = group
-        start = GroupStart(
+        start = RankStart(
             addresses=self._controller.addresses,
             ownership=self._controller.ownership,
             lineage=self._lineage,
             life=0 if goes_on is None else goes_on.life,
-            repeats=goes_on.step if goes_on is not None and goes_on.repeats else None,
+            repeats=None if goes_on is None else goes_on.repeats,
             resume=self._resume,
             token=self._actors.certificates.token,
             tls=self._actors.certificates.of_rank(None),
-            remains=self._remains,
+            remains=self._actors.remains,
         )
         self._tell_start(start)
 

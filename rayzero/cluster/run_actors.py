@@ -77,6 +77,7 @@ class RunActors:
         self.certificates = certificates
         self.exporters = Exporters({}, "auto", certificates)
         self._share: Path | None = None  # directory of the slabs that owners and ranks make
+        self.remains: Remains | None = None  # of these; set by start()
         self.local = LocalProcesses()  # freed by: end()
         self.members: dict[str, Member] = {}
         self.coordinator: Any = None
@@ -106,8 +107,7 @@ class RunActors:
         *,
         max_failures: int,
         replaces_members: bool,
-        keep: KeptStates | None,
-        former: str | None,
+        keep_s: float,
         succeeds: bool,
         network: str | None = None,
         beside_ranks: str | None = None,
@@ -118,15 +118,16 @@ class RunActors:
         owners' addresses.
 
         ownership, remains, replaces_members, succeeds, network: see ``OwnerSettings``. max_failures: how often a dead
-        member may be started again (``start_owner``, ``start_rank``; the coordinator by Ray). keep: what stays in
-        shared memory if this process is killed. former: the lineage of what an earlier run may have left there.
+        member may be started again (``start_owner``, ``start_rank``; the coordinator by Ray). keep_s: how long states
+        stay in shared memory if this process is killed.
         beside_ranks: see ``OwnerRoster``. discovery_dir: where the run will be announced to Prometheus; None: nowhere.
 
         Raises RunFailedError naming the process that did not start, and ConfigError when the run's name is taken, or
         when a process may not open as many files as so many ranks and owners need.
         """
         self.coordinator = make_coordinator(self._run, self._log, max_failures)
-        share = self._share = zero.shared_directory
+        share, self.remains = zero.shared_directory, remains
+        self._share = share
         first = OwnerSettings(
             owner=0,
             num_owners=ownership.num_owners,
@@ -158,13 +159,15 @@ class RunActors:
         lead = {_COORDINATOR: self.members.pop(_COORDINATOR)}
         here = {**lead, _DRIVER: this_process(_DRIVER)}
         self.check_files(len(self.owners), len(ownership.door_numbers), here)
-        self.local.give_janitor(Janitor(share, discovery_dir, keep=keep))
+        kept = KeptStates(run=self._run, lineage=remains.lineage, seconds=keep_s)
+        self.local.give_janitor(Janitor(share, discovery_dir, keep=kept))
         self.local.find({**lead, **self.members}, self.driver_node)
         if telemetry.enabled:
             exporters = plan_exporters(self._run, {**lead, **self.members}, telemetry, Path(zero.slab_dir))
             self.exporters = Exporters(exporters, telemetry.bind, self.certificates)
             self._open_exporters()
         addresses = self._open_ports()
+        former = remains.lineage if succeeds else remains.over
         if share is not None and former is not None:
             take_over(share, former, is_continued=succeeds)
         self.spares = Spares(
@@ -264,8 +267,10 @@ class RunActors:
 
     def run_loop(self, settings: RankSettings, packed_loop: PackedLoop) -> Any:
         """Start a rank's loop. Returns the call, which lasts until the loop ends."""
-        own = replace(settings, tls=self.certificates.of_rank(settings.rank))
-        return self.ranks[rank_name(settings.rank)].run.remote(own, packed_loop, self.coordinator)
+        start = replace(settings.start, tls=self.certificates.of_rank(settings.rank))
+        return self.ranks[rank_name(settings.rank)].run.remote(
+            replace(settings, start=start), packed_loop, self.coordinator
+        )
 
     # ---- members that are replaced ------------------------------------------------------------------------------
 

@@ -12,8 +12,9 @@ import pytest
 
 from rayzero.cluster import group_owners
 from rayzero.cluster.continuation import Lost
-from rayzero.cluster.group_owners import GroupEnded, GroupOwners, GroupStart, WorkerGroup, WorkerGroups
+from rayzero.cluster.group_owners import GroupEnded, GroupOwners, WorkerGroup, WorkerGroups
 from rayzero.cluster.nodes.resources import Node, files_of_owner
+from rayzero.cluster.processes.rank_worker import RankStart
 from rayzero.cluster.run import Member
 from rayzero.cluster.run_actors import RunActors
 from rayzero.config import ZeroConfig
@@ -155,9 +156,9 @@ def test_what_is_left_is_held_until_the_owners_end() -> None:
 # ---- what the actor between ranks and the driver answers, and when
 
 
-def start(*addresses: str) -> GroupStart:
+def start(*addresses: str) -> RankStart:
     ownership = Ownership(len(addresses))
-    return GroupStart(
+    return RankStart(
         addresses=addresses, ownership=ownership, lineage="l", life=0, repeats=None, resume=None, token="t"
     )
 

@@ -23,6 +23,7 @@ from rayzero.config import RunConfig
 from rayzero.convert.remote_checkpoints import local_checkpoint
 from rayzero.errors import CheckpointError, ConfigError
 from rayzero.files import read_bytes, replace_file, to_json
+from rayzero.protocol.ownership import Ownership
 from rayzero.records import parse_record
 from rayzero.slabs.sweep import Hold
 
@@ -47,6 +48,16 @@ class StartPoint:
     former: str | None = None  # the lineage that an earlier run, or this one, had there before and may have left
     is_after_kill: bool = False  # the run before was killed, so its processes may still be ending
     why: str | None = None  # why the memory of a killed run is not used
+
+    @property
+    def life(self) -> int:
+        """Of every rank."""
+        return 0 if self.continuation is None else self.continuation.life
+
+    @property
+    def ownership(self) -> Ownership | None:
+        """Who owns what in a run that goes on from memory, if that is to be known; else None."""
+        return None if self.continuation is None else self.continuation.ownership
 
     def __str__(self) -> str:
         if self.continuation is not None:

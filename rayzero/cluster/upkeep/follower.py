@@ -13,11 +13,9 @@ import ray
 
 from rayzero.cluster.actor_calls import ANSWER_S, STOP_S, control
 from rayzero.cluster.files.key_files import FOLLOWER_FILE, VIEWER_FILE, write_key
-from rayzero.cluster.files.run_dir import StartPoint
-from rayzero.cluster.janitor import Remains
 from rayzero.cluster.journal import Journal, RunRequest
 from rayzero.cluster.processes.coordinator import HeardReports, News
-from rayzero.cluster.processes.rank_worker import RankSettings
+from rayzero.cluster.processes.rank_worker import RankSettings, RankStart
 from rayzero.cluster.run import Load, Recovery, Rescaled, RunState, rank_name
 from rayzero.cluster.run_actors import RunActors
 from rayzero.cluster.supervision import Failure, RankOutcome, Verdict, Watch, is_lost, postponed, shielded
@@ -29,7 +27,7 @@ from rayzero.elastic.controller import Controller, still_outlived
 from rayzero.elastic.members import Ended, MemberId, MemberKind
 from rayzero.elastic.scaling import Bounds, History, ScaleRequest, StepWindow, given_up, look, take
 from rayzero.errors import RunFailedError
-from rayzero.protocol.ownership import Ownership, device_owners
+from rayzero.protocol.ownership import device_owners
 
 log = logging.getLogger(__name__)
 
@@ -40,23 +38,19 @@ _STEPS = 5  # of a window between two answers, at least
 Loads = Mapping[str, Load]  # by process
 
 
-def ownership_of(start: StartPoint) -> Ownership | None:
-    """Who owns what in a run that goes on from memory, if that is to be known; else None."""
-    return None if start.continuation is None else start.continuation.ownership
-
-
-def remains_of(request: RunRequest, actors: RunActors) -> Remains:
-    """What becomes of what killed processes of a run leave on hosts other than this one."""
-    start, replaces = request.directory.start, request.run.max_failures > 0
-    over = start.former if start.continuation is None else None
-    return Remains.of_run(start.lineage, actors.driver_node, replaces=replaces, over=over)
-
-
 def _rank_settings(request: RunRequest, actors: RunActors, addresses: tuple[str, ...]) -> list[RankSettings]:
-    start = request.directory.start
-    goes_on = start.continuation
+    begins = request.directory.start
+    start = RankStart(
+        addresses=addresses,
+        ownership=actors.ownership,
+        lineage=begins.lineage,
+        life=begins.life,
+        repeats=None if begins.continuation is None else begins.continuation.repeats,
+        resume=begins.checkpoint,
+        token=actors.certificates.token,
+        remains=actors.remains,
+    )
     nodes = [actors.members[rank_name(rank)].node for rank in range(request.scaling.num_workers)]
-    remains = remains_of(request, actors)
     return [
         RankSettings(
             rank=rank,
@@ -64,26 +58,15 @@ def _rank_settings(request: RunRequest, actors: RunActors, addresses: tuple[str,
             ranks_here=tuple(other for other, node in enumerate(nodes) if node == nodes[rank]),
             run=request.run.name,
             run_dir=request.directory.path,
-            resume=start.checkpoint,
-            lineage=start.lineage,
-            life=_rank_life(start),
-            repeats=goes_on.step if goes_on is not None and goes_on.repeats else None,
             on_checkpoint_error=request.run.on_checkpoint_error,
             use_gpu=request.scaling.use_gpu,
             bind_numa=request.scaling.bind_numa,
             config=request.zero,
-            addresses=addresses,
-            ownership=actors.ownership,
             outlives_owners=request.run.max_failures > 0 and request.zero.shared_directory is not None,
-            token=actors.certificates.token,
-            remains=remains,
+            start=start,
         )
         for rank in range(request.scaling.num_workers)
     ]
-
-
-def _rank_life(start: StartPoint) -> int:
-    return 0 if start.continuation is None else start.continuation.life
 
 
 def _bound(request: RunRequest) -> frozenset[MemberId]:
@@ -115,7 +98,7 @@ class Follower:
             bound=_bound(request),
             beside=_beside(request),
             outlived=journal.outlived,
-            rank_life=_rank_life(request.directory.start),
+            rank_life=request.directory.start.life,
             ownership=actors.ownership,
         )
         self._watch = Watch(request.scaling.num_workers)
@@ -328,10 +311,7 @@ class Follower:
 
 
 def window_of(before: Loads, now: Loads) -> StepWindow | None:
-    """Seconds a step between two measurements of all processes; None: the ranks have taken too few, or
-    the processes are others."""
-    if before.keys() != now.keys() or any(now[who].count < before[who].count for who in now):
-        return None
+    """Seconds a step between two measurements of the same processes; None: they have taken too few."""
     taken = {who: _difference(before[who], now[who]) for who in now}
     ranks = [load for who, load in taken.items() if who.startswith("rank")]
     owners = [load for who, load in taken.items() if not who.startswith("rank")]
@@ -405,14 +385,15 @@ class Autoscaling:
         return self._controller.ownership.num_optimizers if settled else 0
 
     def _look(self, now: Loads) -> None:
-        owners = self._owners()
-        if not owners or self._before is None or self._before.keys() != now.keys():
-            self._before = now if owners else None
+        before, owners = self._before, self._owners()
+        if not owners:
+            self._before = None
             return
-        window = window_of(self._before, now)
+        if before is None or before.keys() != now.keys() or any(now[who].count < before[who].count for who in now):
+            self._before = now  # the window begins anew
+            return
+        window = window_of(before, now)
         if window is None:
-            if any(now[who].count < load.count for who, load in self._before.items()):
-                self._before = now
             return
         self._before = now
         self._history, resize = look(self._history, self._bounds, owners, window)
