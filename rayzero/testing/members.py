@@ -1,5 +1,5 @@
 """The members of ``run_ranks``: a rank's number, what its context says and how its loop ends; owners, as objects of
-this process, servers in this process, or processes of their own."""
+this process or servers in it for ranks that are threads, or processes of their own."""
 
 from __future__ import annotations
 
@@ -171,13 +171,10 @@ class ServedReach:
 
 @dataclass(slots=True)
 class OwnersHere:
-    """Owners that live as long as this process."""
+    """Owners that live as long as this process, for ranks that are its threads."""
 
-    connect: LivingConnect  # for ranks that are threads
+    connect: LivingConnect
     lose: Lose
-    reach: Reach | None = None  # for ranks that are processes; None: they cannot reach these owners
-    addresses: tuple[str, ...] = ()
-    ownership: Ownership | None = None  # who owns what; None: there are no doors
 
 
 @contextmanager
@@ -216,6 +213,7 @@ class Service:
     share: Path | None  # where they make their slabs; None: they have private memory
     hosts: Mapping[str, Path] = field(default_factory=dict)  # see ``run_ranks``
     replaces_ranks: bool = False
+    replaces_owners: bool = False
     tls: Identity | None = None
     token: str = field(repr=False, default_factory=lambda: secrets.token_hex(16))
 
@@ -244,14 +242,14 @@ class Service:
             succeeds=life > 0 or ownership.epoch > 0,
         )
 
-    def serve(self, models: HostedModels, *, replaces_owners: bool) -> OwnerServer:
+    def serve(self, models: HostedModels) -> OwnerServer:
         """A server in front of them."""
         return serve_models(
             models,
             token=self.token,
             tls=self.tls,
             replaces_ranks=self.replaces_ranks,
-            replaces_owners=replaces_owners,
+            replaces_owners=self.replaces_owners,
             lineage=self.lineage,
         )
 
@@ -275,7 +273,7 @@ def served_owners(service: Service, reach: Reach) -> Iterator[OwnersHere]:
         for owner in range(service.num_owners):
             models = service.host(owner, 0, service.ownership, service.first_home(owner))
             stack.callback(models.close)
-            servers.append(stack.enter_context(service.serve(models, replaces_owners=False)))
+            servers.append(stack.enter_context(service.serve(models)))
         addresses = tuple(server.address for server in servers)
         for server in servers:
             server.connect_peers(addresses)
@@ -284,8 +282,7 @@ def served_owners(service: Service, reach: Reach) -> Iterator[OwnersHere]:
             for server in servers:
                 server.lose(rank, life)
 
-        table = OwnerTable(addresses, service.ownership)
-        yield OwnersHere(partial(reach, table), lose, reach, addresses, service.ownership)
+        yield OwnersHere(partial(reach, OwnerTable(addresses, service.ownership)), lose)
 
 
 def serve_owner(
@@ -296,7 +293,7 @@ def serve_owner(
     load_compiler_only_to_compile()
     torch.set_num_threads(service.threads)
     models = service.host(owner, life, ownership, home)
-    with service.serve(models, replaces_owners=True) as server:
+    with service.serve(models) as server:
         pipe.send(server.address)
         sending = threading.Lock()
         try:
