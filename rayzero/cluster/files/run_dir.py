@@ -17,7 +17,7 @@ from typing import Any
 from rayzero.checkpoint import Catalog, CheckpointReader, checkpoint_folders, stale_folders, sweep_stale
 from rayzero.checkpoint.manifest import MANIFEST
 from rayzero.cluster.continuation import Continuation, Lost, Successor, find_continuation
-from rayzero.cluster.files.run_record import RECORD, DriverProcess, RunRecord, read_record
+from rayzero.cluster.files.run_record import RECORD, DriverProcess, RunRecord, read_record, why_over
 from rayzero.cluster.run import RunState
 from rayzero.config import RunConfig
 from rayzero.convert.remote_checkpoints import local_checkpoint
@@ -358,8 +358,7 @@ def _record_before(path: Path) -> dict[str, Any] | None:
 
 def _if_killed(before: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     """The record of the run before, if its driver could not write its end."""
-    is_open = before is not None and before["state"] in (RunState.STARTING, RunState.RUNNING)
-    return before if is_open else None
+    return before if before is not None and why_over(before) is None else None
 
 
 def _lineage(killed: Mapping[str, Any]) -> str | None:

@@ -103,9 +103,14 @@ def run_status(run_dir: Path) -> dict[str, Any]:
     record = read_record(run_dir)
     if record is None:
         raise ConfigError(f"{run_dir} holds no run, because it has no {RECORD}")
-    if record["state"] not in (RunState.STARTING, RunState.RUNNING):
-        return record
-    return record if _driver_lives(record) else record | {"state": LOST}
+    return record if why_over(record) is not None or _driver_lives(record) else record | {"state": LOST}
+
+
+def why_over(record: Mapping[str, Any]) -> str | None:
+    """Why a run does not go on, by what ``run_status`` returns; None: it does."""
+    if record["state"] in (RunState.STARTING, RunState.RUNNING):
+        return None
+    return "its driver is gone" if record["state"] == LOST else f"it has {record['state']}"
 
 
 def kept_states(record: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -119,7 +124,7 @@ def kept_states(record: Mapping[str, Any]) -> dict[str, Any] | None:
     if states is None:
         return _not_kept("the run kept no states in shared memory")
     directory = Path(states["directory"])
-    if not _is_here(directory, states["memory"]):
+    if not is_here(directory, states["memory"]):
         return _not_kept(f"they were in {directory} on another host, or this host has been restarted")
     held = next((held for held in held_in(directory) if held.lineage == states["lineage"]), None)
     if held is None:
@@ -135,7 +140,7 @@ def _not_kept(why: str) -> dict[str, Any]:
     return {"kept": False, "step": None, "until": None, "directory": None, "why": why}
 
 
-def _is_here(directory: Path, memory: str) -> bool:
+def is_here(directory: Path, memory: str) -> bool:
     """Whether ``memory`` is the identity of this host's ``directory``. A record may name any text as a directory."""
     try:
         return bool(memory) and host_identity(directory) == memory
