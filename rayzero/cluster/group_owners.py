@@ -86,9 +86,8 @@ class WorkerGroups:
         self._newest: WorkerGroup | None = None
         self._former: set[str] = set()  # names of groups before it
         self._processes: dict[int, str] = {}  # of the newest, by rank
-        self._start: RankStart | None = None  # of the newest, once it is open
-        self._failed: str | None = None  # why the newest has no owners any more
-        self._over: str | None = None  # why no group ever has
+        self._told: RankStart | GroupEnded | None = None  # what the driver has last said to the newest
+        self._over: GroupEnded | None = None  # to every group
 
     # ---- for ranks
 
@@ -104,34 +103,30 @@ class WorkerGroups:
                     why=f"rank {rank} was {before} and is now {process}, in the same group of workers; start the whole "
                     "group again, not one of its workers"
                 )
-            return await self._answer(group.name, None)
+            return await self._next(group.name, None)
 
     def _begin(self, group: WorkerGroup) -> None:
         if self._newest is not None:
             self._former.add(self._newest.name)
-        self._newest, self._processes, self._start, self._failed = group, {}, None, None
+        self._newest, self._processes, self._told = group, {}, None
         self._news.notify_all()
 
     async def news(self, group: str, known: RankStart) -> RankStart | GroupEnded:
         """What the ranks of the group would begin with now, as soon as it is not ``known``: an owner has moved, or
         ranks are to show another certificate."""
         async with self._news:
-            return await self._answer(group, known)
+            return await self._next(group, known)
 
-    async def _answer(self, group: str, known: RankStart | None) -> RankStart | GroupEnded:
-        await self._news.wait_for(lambda: self._end_of(group) is not None or self._start not in (None, known))
-        end = self._end_of(group)
-        if end is not None:
-            return end
-        assert self._start is not None
-        return self._start
+    async def _next(self, group: str, known: RankStart | None) -> RankStart | GroupEnded:
+        await self._news.wait_for(lambda: self._answer(group) not in (None, known))
+        answer = self._answer(group)
+        assert answer is not None
+        return answer
 
-    def _end_of(self, group: str) -> GroupEnded | None:
-        if self._over is not None:
-            return GroupEnded(why=self._over)
-        if group in self._former:
+    def _answer(self, group: str) -> RankStart | GroupEnded | None:
+        if self._over is None and group in self._former:
             return GroupEnded(why="another group of workers has been started in the place of this one")
-        return None if self._failed is None else GroupEnded(why=self._failed)
+        return self._over or self._told
 
     # ---- for the driver
 
@@ -142,25 +137,18 @@ class WorkerGroups:
             assert self._newest is not None
             return self._newest
 
-    async def open(self, group: str, start: RankStart) -> None:
-        """Answer the ranks of ``group``, unless there is a newer one; also anew, once an owner is at another address or
-        ranks are to show something else."""
+    async def tell(self, group: str, answer: RankStart | GroupEnded) -> None:
+        """Answer the ranks of ``group``, unless there is a newer one; also anew, once an owner is at another address,
+        ranks are to show something else, or the group has lost its owners (the next one gets others)."""
         async with self._news:
             if self._is_newest(group):
-                self._start = start
-                self._news.notify_all()
-
-    async def fail(self, group: str, why: str) -> None:
-        """``group`` has lost its owners; the next one gets others."""
-        async with self._news:
-            if self._is_newest(group):
-                self._failed = why
+                self._told = answer
                 self._news.notify_all()
 
     async def end(self, why: str) -> None:
         """No group gets owners any more."""
         async with self._news:
-            self._over = why
+            self._over = GroupEnded(why=why)
             self._news.notify_all()
 
     def _is_newest(self, group: str) -> bool:
@@ -310,9 +298,9 @@ class GroupOwners:
         why = f"{failure.who} {failure.what}"
         log.error("%s", why)
         if not failure.restarts:
-            self._tell(self.groups.end.remote(why))
+            ray.get(self.groups.end.remote(why), timeout=ANSWER_S)
         elif self._group is not None:
-            self._tell(self.groups.fail.remote(self._group.name, why))
+            self._tell(self._group, GroupEnded(why=why))
 
     def _unwatch(self) -> None:
         if self._replacement is not None:
@@ -335,10 +323,10 @@ class GroupOwners:
     def _tell_start(self, start: RankStart) -> None:
         assert self._group is not None
         self._told = start
-        self._tell(self.groups.open.remote(self._group.name, start))
+        self._tell(self._group, start)
 
-    def _tell(self, call: Any) -> None:
-        ray.get(call, timeout=ANSWER_S)
+    def _tell(self, group: WorkerGroup, answer: RankStart | GroupEnded) -> None:
+        ray.get(self.groups.tell.remote(group.name, answer), timeout=ANSWER_S)
 
     # ---- groups
 
@@ -411,7 +399,7 @@ class GroupOwners:
 
     def _refuse(self, group: WorkerGroup, why: str) -> None:
         log.error("%s", why)
-        self._tell(self.groups.fail.remote(group.name, why))
+        self._tell(group, GroupEnded(why=why))
 
     def _change_owners(self, group: WorkerGroup, nodes: Sequence[str]) -> Continuation | None:
         """End these owners and start others, with doors on ``nodes`` (ids). Returns how the group goes on; None: it

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -58,10 +58,6 @@ class RecorderCollector(Collector):
     def __init__(self, recorder: MemoryRecorder, role: Role) -> None:
         self._recorder = recorder
         self._zeros = [m for m in METRICS if m.kind is Kind.COUNTER and role in m.roles and not (m.labels or m.only)]
-
-    def describe(self) -> Iterable[Family]:
-        """Nothing: the metrics are not known yet."""
-        return []
 
     def collect(self) -> Iterator[Family]:
         """A family for each metric that has series. Counted values are read at one moment, slow sources afterwards."""
