@@ -42,7 +42,7 @@ from rayzero.config.choices import require_loggers
 from rayzero.config.zero import Placement
 from rayzero.elastic.controller import still_outlived, wait_before_restart
 from rayzero.errors import ConfigError, RayZeroError, RunFailedError, UnsupportedError
-from rayzero.protocol.ownership import Ownership, device_owners
+from rayzero.protocol.ownership import device_owners
 from rayzero.quantities import count
 from rayzero.security.authority import issuer
 from rayzero.security.metrics_access import MetricsAccess
@@ -280,13 +280,11 @@ def drive(request: RunRequest, journal: Journal) -> None:
         refuse_name_in_use(request.run.name, _GONE_S if start.is_after_kill else 0.0)
         if start.step or start.why:
             request.on_phase(str(start))
-        lost = _attempt(_with_optimizers(request, start.ownership), journal)
+        scaling, owned = request.scaling, start.ownership
+        scaling = scaling if owned is None else _of(scaling, owned.num_optimizers)
+        lost = _attempt(replace(request, scaling=scaling), journal)
         while lost is not None:
             lost = _again(request, journal, lost)
-
-
-def _with_optimizers(request: RunRequest, ownership: Ownership | None) -> RunRequest:
-    return request if ownership is None else replace(request, scaling=_of(request.scaling, ownership.num_optimizers))
 
 
 def _of(scaling: ScalingConfig, num_optimizers: int) -> ScalingConfig:

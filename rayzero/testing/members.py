@@ -137,36 +137,28 @@ Reach = Callable[[OwnerTable, int, Recorder, int, int], ParameterStore]
 class ServedReach:
     """To owners behind servers."""
 
-    token: str = field(repr=False)
+    service: Service
     stall_timeout: float
-    share: Path | None
-    hosts: Mapping[str, Path] = field(default_factory=dict)  # see ``run_ranks``
     config: ZeroConfig
+    world_size: int
     outlives_owners: bool = False
-    world_size: int = 1
-    tls: Identity | None = None
 
     def __call__(self, table: OwnerTable, rank: int, recorder: Recorder, model: int, life: int) -> ParameterStore:
+        homes = list(map(self.service.home_of_rank, range(self.world_size)))
         terms = RankTerms(
-            token=self.token,
-            tls=self.tls,
+            token=self.service.token,
+            tls=self.service.tls,
             stall_timeout=self.stall_timeout,
             wire_compression=self.config.wire_compression,
-            share=self._host_of(rank),
-            host_push=self.config.pushes_for_host if self.share else "never",
-            ranks_here=self._ranks_with(rank),
+            share=homes[rank],
+            host_push=self.config.pushes_for_host if homes[rank] else "never",
+            ranks_here=[other for other, home in enumerate(homes) if home == homes[rank]],
             outlives_owners=self.outlives_owners,
             recorder=recorder,
             model=model,
             life=life,
         )
         return table.connect(rank, terms)
-
-    def _host_of(self, rank: int) -> Path | None:
-        return self.hosts.get(f"rank {rank}", self.share)
-
-    def _ranks_with(self, rank: int) -> list[int]:
-        return [other for other in range(self.world_size) if self._host_of(other) == self._host_of(rank)]
 
 
 @dataclass(slots=True)
@@ -225,6 +217,10 @@ class Service:
         """Where an owner of the first epoch makes its slabs."""
         doors = dict(zip(self.ownership.door_numbers, self.doors, strict=True))
         return doors[owner] if owner in doors else self.home(owner, 0)
+
+    def home_of_rank(self, rank: int) -> Path | None:
+        """Where a rank makes its slabs."""
+        return self.hosts.get(f"rank {rank}", self.share)
 
     def home(self, owner: int, life: int) -> Path | None:
         """Where an owner with shards makes its slabs in this life."""

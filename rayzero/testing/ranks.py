@@ -154,14 +154,11 @@ def run_ranks(
         tls=shown,
     )
     served = ServedReach(
-        token=service.token,
+        service=service,
         stall_timeout=stall_timeout,
-        share=share,
-        hosts=homes,
         config=settings,
         outlives_owners=processes and replaces and share is not None,
         world_size=world_size,
-        tls=shown,
     )
     reach = served if own is None else partial(_connect, own)
     directories = set[Path]() if share is None else {share, *homes.values()}

@@ -45,7 +45,7 @@ def test_a_loop_that_is_late_finds_the_owners_that_have_moved_meanwhile(monkeypa
     """Its config may take long to come, and an owner may die in the meantime."""
     seen: list[list[str]] = []
 
-    def connected(rank: int, table: Any, **settings: Any) -> None:
+    def connected(rank: int, table: Any, model: int, **settings: Any) -> None:
         seen.append(list(table._addresses))
 
     monkeypatch.setattr(rank_worker, "connect_store", connected)

@@ -8,7 +8,7 @@ import functools
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -196,7 +196,9 @@ def test_ranks_over_grpc_send_again_what_the_next_owners_lack(tmp_path: Path, fa
         num_owners=2, threads=1, lineage="", share=SHARED_MEMORY, replaces_ranks=True, replaces_owners=True
     )
     reaches = [
-        ServedReach(token=service.token, stall_timeout=30.0, share=share, config=config, outlives_owners=True)
+        ServedReach(
+            service=replace(service, share=share), stall_timeout=30.0, config=config, world_size=2, outlives_owners=True
+        )
         for share in (SHARED_MEMORY, None)
     ]
     run = f"mixed-{tmp_path.name}"

@@ -39,7 +39,6 @@ with uncollected():  # a process of a run does nothing else meanwhile
     from rayzero.memory.process_memory import map_blocks
     from rayzero.modes import load_compiler_only_to_compile
     from rayzero.protocol.ownership import Ownership
-    from rayzero.protocol.store import ParameterStore
     from rayzero.security.credentials import Credentials, Identity, identity_of
     from rayzero.store.remote.owner_table import OwnerTable, connect_store
     from rayzero.telemetry.names import EXPOSED_WAIT_SECONDS, MAX_REPORTED, REPORTED, STEP_SECONDS, TRAIN_LOSS
@@ -383,21 +382,18 @@ def rank_context(
 ) -> RankContext:
     """The context of a rank that begins with ``start``, and whose owners are where ``table`` says. ``shown``: what it
     shows to them. ``ranks_here``, ``outlives_owners``: see ``connect_store``. ``place``: of ``RankContext``."""
-
-    def connect(model: int) -> ParameterStore:
-        return connect_store(
-            rank,
-            table,
-            token=start.token,
-            tls=shown,
-            config=config,
-            recorder=recorder,
-            model=model,
-            life=start.life,
-            ranks_here=ranks_here,
-            outlives_owners=outlives_owners,
-        )
-
+    connect = partial(
+        connect_store,
+        rank,
+        table,
+        token=start.token,
+        tls=shown,
+        config=config,
+        recorder=recorder,
+        life=start.life,
+        ranks_here=ranks_here,
+        outlives_owners=outlives_owners,
+    )
     return RankContext(
         rank=rank,
         life=start.life,
