@@ -264,7 +264,7 @@ class RunDirectory:
 
     def write_record(self, record: RunRecord) -> None:
         """Replace ``run.json`` as a whole: a reader sees the old one or the new one."""
-        replace_file(self.path / RECORD, to_json(record.plain(), indent=1) + "\n")
+        replace_file(self.path / RECORD, to_json(record.model_dump(), indent=1) + "\n")
 
     def read_record_file(self) -> bytes | None:
         """The content of ``run.json`` now; None if there is none."""
