@@ -39,7 +39,6 @@ from rayzero.testing.members import (
     RankResult,
     Reach,
     Service,
-    T,
     outcome_of,
     results_of,
     serve_owner,
@@ -71,29 +70,8 @@ class FaultInjector(Protocol):
         """Called in each process before anything else; it is ``member`` in its ``life``."""
 
 
-def run_processes(
-    fn: Loop[T],
-    places: Sequence[RankPlace],
-    service: Service,
-    reach: Reach,
-    max_failures: int,
-    stall_timeout: float,
-    faults: FaultInjector | None = None,
-    run_dir: Path | None = None,
-) -> list[T]:
-    """Start the owners and run the loop on every rank; the results by rank. ``reach``: how ranks reach the owners.
-    Members whose processes die are replaced, ``max_failures`` times in all. One that is stopped (SIGSTOP) for half of
-    ``stall_timeout`` is killed, before others fail. ``run_dir``: where requests for other owners are left
-    (elastic/scaling.py)."""
-    run = _Run(fn, places, service, reach, max_failures, stall_timeout / 2, faults, run_dir)
-    try:
-        return results_of(run.outcomes())
-    finally:
-        run.close()
-
-
-class _Run:
-    """The processes of a run.
+class ForkedProcesses:
+    """The processes of a run: its ranks and owners.
 
     Knows processes and pipes; what a death means is decided by the ``Controller``, which a ``Supervisor`` asks."""
 
@@ -104,14 +82,18 @@ class _Run:
         service: Service,
         reach: Reach,
         max_failures: int,
-        patience_s: float,
-        faults: FaultInjector | None,
-        run_dir: Path | None,
+        stall_timeout: float,
+        faults: FaultInjector | None = None,
+        run_dir: Path | None = None,
     ) -> None:
+        """Start the owners. ``reach``: how ranks reach them. Members whose processes die are replaced, ``max_failures``
+        times in all. One that is stopped (SIGSTOP) for half of ``stall_timeout`` is killed, before others fail.
+        ``run_dir``: where requests for other owners are left (elastic/scaling.py)."""
         self._run_dir = run_dir
         self._fn, self._places, self._faults = fn, places, faults
         self._service, self._reach = service, reach
-        self._sleepers = Sleepers[BaseProcess](patience_s if max_failures else math.inf)  # inf: nobody replaces them
+        patience_s = stall_timeout / 2 if max_failures else math.inf  # inf: nobody replaces them
+        self._sleepers = Sleepers[BaseProcess](patience_s)
         self._server, usual = multiprocessing.get_context("forkserver"), multiprocessing.get_start_method(True)
         self._server.set_forkserver_preload(PRELOADED)  # takes effect when the first process starts the server
         self._start_state = _Start(usual, dict(os.environ))
@@ -164,9 +146,9 @@ class _Run:
 
     # ---- until the loops have ended
 
-    def outcomes(self) -> list[RankResult]:
-        """Run the ranks. Returns their outcomes in the order in which they end, until all have ended or one has failed;
-        if that one says that another has left, until that one has said why."""
+    def results(self) -> list[Any]:
+        """Run the loop on every rank, until all have ended or one has failed; if that one says that another has left,
+        until that one has said why. Returns the results by rank."""
         controller = self._supervisor.controller
         for place in self._places:
             rank = Process(MemberId(MemberKind.RANK, place.rank), 0)
@@ -178,7 +160,7 @@ class _Run:
                 self._take(pipe)
             self._end_sleepers()
             self._take_request()
-        return self._outcomes
+        return results_of(self._outcomes)
 
     def _has_failed(self, now: float) -> bool:
         errors = [outcome.error for outcome in self._outcomes if outcome.error is not None]

@@ -54,7 +54,7 @@ from rayzero.testing.members import (
     results_of,
     served_owners,
 )
-from rayzero.testing.rank_processes import FaultInjector, run_processes
+from rayzero.testing.rank_processes import FaultInjector, ForkedProcesses
 
 Transport = Literal["inproc", "grpc", "shm"]
 
@@ -170,7 +170,8 @@ def run_ranks(
             for directory in directories:
                 held.enter_context(closing(Hold(directory, run)))
             requests = run_dir if replaces else None
-            return run_processes(fn, places, service, reach, max_failures, stall_timeout, faults, requests)
+            members = ForkedProcesses(fn, places, service, reach, max_failures, stall_timeout, faults, requests)
+            return held.enter_context(closing(members)).results()
     finally:
         for directory in directories:  # remove what processes that were ended in the middle have left
             sweep(directory)

@@ -8,6 +8,7 @@ import functools
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from rayzero.store.remote.owner_table import OwnerTable
 from rayzero.telemetry.recorder import Recorder
 from rayzero.testing import run_ranks
 from rayzero.testing.members import RankPlace, ServedReach, Service
-from rayzero.testing.rank_processes import run_processes
+from rayzero.testing.rank_processes import ForkedProcesses
 from tests.support import needs
 from tests.support.waiting import until
 
@@ -206,7 +207,9 @@ def test_ranks_over_grpc_send_again_what_the_next_owners_lack(tmp_path: Path, fa
         RankPlace(rank=rank, world_size=2, run=run, lineage="", config=None, resume=None, run_dir=tmp_path, threads=1)
         for rank in range(2)
     ]
-    found = run_processes(loop, places, service, MixedReach(*reaches, frozenset(far)), 1, 30.0, run_dir=tmp_path)
+    reach = MixedReach(*reaches, frozenset(far))
+    with closing(ForkedProcesses(loop, places, service, reach, 1, 30.0, run_dir=tmp_path)) as members:
+        found = members.results()
     sweep()
     plain = Training(base=seeded(Small, 3), folder=tmp_path, wanted={}, config=config)
     assert_same(found, run_ranks(plain, 2, 2))
