@@ -341,7 +341,7 @@ class GroupOwners:
     def _follow(self) -> None:
         asked = self.groups.next_group.remote(None)
         while not self._ended.is_set():
-            watched = self._replacement.calls if self._replacement is not None else []
+            watched = self._replacement.processes.calls if self._replacement is not None else []
             ready, _ = ray.wait([asked, *watched], num_returns=1, timeout=self._patience_s())
             for call in ready:
                 if call == asked:
@@ -358,7 +358,7 @@ class GroupOwners:
                     self._fail(failure)
 
     def _patience_s(self) -> float:
-        due = None if self._replacement is None else self._replacement.patience_s(time.monotonic())
+        due = None if self._replacement is None else self._replacement.processes.patience_s(time.monotonic())
         return _LOOK_S if due is None else min(due, _LOOK_S)
 
     def _open(self, group: WorkerGroup) -> None:

@@ -77,12 +77,9 @@ class OwnerRoster:
         names = self.names
         return self._settings(names.index(who), self.ownership) if who in names else None
 
-    def of_successor(self, owner: int) -> OwnerSettings:
-        """The settings of a process that takes the place of this owner, which has died."""
-        return self.of_joining(owner, self.ownership)
-
     def of_joining(self, owner: int, ownership: Ownership) -> OwnerSettings:
-        """The settings of a process that becomes an owner in the epoch of ``ownership``."""
+        """The settings of a process that becomes an owner in the epoch of ``ownership``; in that of now, it takes the
+        place of one that has died."""
         return replace(self._settings(owner, ownership), succeeds=True)
 
     def _settings(self, owner: int, ownership: Ownership) -> OwnerSettings:

@@ -284,7 +284,7 @@ class RunActors:
         spare = self.spares.give(self.members[who].node)
         actor = self.owners[who] = spare or self._make_owner(owner)
         place = self._host_of(who), self.exporters.of(who), self.coordinator
-        return control(actor.take_place).remote(self._roster.of_successor(owner), *place)
+        return control(actor.take_place).remote(self._roster.of_joining(owner, self.ownership), *place)
 
     # ---- other owners -------------------------------------------------------------------------------------------
 

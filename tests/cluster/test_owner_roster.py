@@ -69,7 +69,7 @@ def test_optimizers_come_first_and_owners_beside_ranks_have_the_ranks_device_and
 
 def test_a_successor_is_told_so_and_gets_its_own_certificate(certificates: Certificates) -> None:
     roster = roster_of(certificates)
-    before, successor = settings(roster, "optimizer 1"), roster.of_successor(1)
+    before, successor = settings(roster, "optimizer 1"), roster.of_joining(1, roster.ownership)
     assert replace(successor, succeeds=False, tls=None) == replace(before, tls=None)
     assert successor.succeeds
     assert successor.tls not in (None, before.tls)
@@ -83,7 +83,10 @@ def test_the_next_epoch_is_that_of_all_who_take_a_place_later(certificates: Cert
     roster.begin_epoch(next_one)
     assert roster.names == ["optimizer 0", "optimizer 1", "optimizer 2", "optimizer 3", "rank 0", "rank 1"]
     for owner in range(4):
-        assert (roster.of_successor(owner).num_owners, roster.of_successor(owner).ownership) == (6, next_one)
+        assert (
+            roster.of_joining(owner, roster.ownership).num_owners,
+            roster.of_joining(owner, roster.ownership).ownership,
+        ) == (6, next_one)
     roster.begin_epoch(next_one.then(Rescale.to(3, 4)))
     assert (len(roster.names), roster.of("optimizer 3")) == (5, None)
 

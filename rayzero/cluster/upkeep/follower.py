@@ -158,7 +158,7 @@ class Follower:
 
     def _take_events(self) -> None:
         while self._watch.verdict(time.monotonic()) is Verdict.RUNNING:
-            waiting = [*self._loops, *self._replacement.calls, *self._actors.spares.calls, self._news]
+            waiting = [*self._loops, *self._processes.calls, *self._actors.spares.calls, self._news]
             waiting += self._autoscaling.calls if self._autoscaling is not None else []
             ready, _ = ray.wait(waiting, num_returns=1, timeout=self._patience_s(time.monotonic()))
             with postponed():  # reports that were fetched but not passed on would be lost
@@ -182,7 +182,7 @@ class Follower:
 
     def _patience_s(self, now: float) -> float | None:
         """How long the next event may take before there is something to do without one."""
-        patience = (self._watch.patience_s(now), self._replacement.patience_s(now), _REQUEST_S)
+        patience = (self._watch.patience_s(now), self._processes.patience_s(now), _REQUEST_S)
         return min((seconds for seconds in patience if seconds is not None), default=None)
 
     def starts_again(self) -> bool:
