@@ -354,11 +354,7 @@ class LocalProcesses:
     def __init__(self) -> None:
         self._processes: dict[str, psutil.Process] = {}
         self._ending: list[psutil.Process] = []  # told to end, and missed by nobody
-        self._janitor: Janitor | None = None  # freed by: close()
-
-    def give_janitor(self, janitor: Janitor) -> None:
-        """Tell ``janitor`` of the processes from now on; closed by ``close``."""
-        self._janitor = janitor
+        self.janitor: Janitor | None = None  # is told of the processes. freed by: close()
 
     def find(self, everyone: Mapping[str, Member], here: str) -> None:
         """Note those of ``everyone`` that are on the node ``here``, for the janitor too."""
@@ -366,8 +362,8 @@ class LocalProcesses:
             if member.node == here:
                 with suppress(psutil.NoSuchProcess):  # it died after it answered; the next call to it reports that
                     self._processes[who] = psutil.Process(member.pid)
-        if self._janitor is not None:
-            self._janitor.watch(self._processes.values())
+        if self.janitor is not None:
+            self.janitor.watch(self._processes.values())
 
     def rename(self, before: str, now: str) -> None:
         process = self._processes.pop(before, None)
@@ -428,5 +424,5 @@ class LocalProcesses:
         self._processes, self._ending = {}, []
 
     def close(self) -> None:
-        if self._janitor is not None:
-            self._janitor.close()
+        if self.janitor is not None:
+            self.janitor.close()

@@ -163,7 +163,7 @@ class RunActors:
         here = {**lead, _DRIVER: this_process(_DRIVER)}
         self.check_files(len(self.owners), len(ownership.door_numbers), here)
         kept = KeptStates(run=self._run, lineage=remains.lineage, seconds=keep_s)
-        self.local.give_janitor(Janitor(share, discovery_dir, keep=kept))
+        self.local.janitor = Janitor(share, discovery_dir, keep=kept)
         self.local.find({**lead, **self.members}, self.driver_node)
         if telemetry.enabled:
             exporters = plan_exporters(self._run, {**lead, **self.members}, telemetry, Path(zero.slab_dir))

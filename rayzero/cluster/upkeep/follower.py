@@ -82,6 +82,15 @@ def _beside(request: RunRequest) -> int:
     return device_owners(request.scaling.num_workers, request.zero.host_fraction)
 
 
+def _limits(request: RunRequest) -> Bounds | None:
+    """How many optimizer actors a run may have; None: it is not to change them by itself."""
+    scaling = request.scaling
+    if scaling.max_optimizers is None:
+        return None
+    fewest = min(request.fewest_optimizers, scaling.num_optimizers)
+    return Bounds(fewest=fewest, most=scaling.max_optimizers, target_exposed=scaling.target_exposed)
+
+
 class Follower:
     """Waits for the next event of a run and passes it on: deaths to the Replacement, ends of loops to the Watch,
     reports to the user.
@@ -129,7 +138,7 @@ class Follower:
         tools = {} if access is None else {"rayzero top": lambda: write_key(folder, VIEWER_FILE, access.viewer)}
         tools["followers"] = lambda: write_key(folder, FOLLOWER_FILE, of_follower())
         self._renewal = Renewal(actors, say=request.on_phase, others=tools)
-        self._autoscaling = self._made_autoscaling(actors, request)
+        self._autoscaling = Autoscaling(actors, _limits(request), self._controller, self._rescaling)
         self._heard, self._life = HeardReports(), actors.coordinator_life
         self._news = actors.coordinator.next_reports.remote(self._life)
         self._journal = journal
@@ -138,14 +147,6 @@ class Follower:
         self._record = request.record
         self._on_phase = request.on_phase
         self._checkpoints = request.directory.checkpoints
-
-    def _made_autoscaling(self, actors: RunActors, request: RunRequest) -> Autoscaling | None:
-        scaling = request.scaling
-        if scaling.max_optimizers is None:
-            return None
-        fewest = min(request.fewest_optimizers, scaling.num_optimizers)
-        bounds = Bounds(fewest=fewest, most=scaling.max_optimizers, target_exposed=scaling.target_exposed)
-        return Autoscaling(actors, bounds, self._controller, self._rescaling)
 
     def follow(self) -> Watch:
         """Run until every loop has returned, or the run has failed and its cause is known."""
@@ -158,8 +159,8 @@ class Follower:
 
     def _take_events(self) -> None:
         while self._watch.verdict(time.monotonic()) is Verdict.RUNNING:
-            waiting = [*self._loops, *self._processes.calls, *self._actors.spares.calls, self._news]
-            waiting += self._autoscaling.calls if self._autoscaling is not None else []
+            waiting = [*self._loops, *self._processes.calls, *self._actors.spares.calls, *self._autoscaling.calls]
+            waiting.append(self._news)
             ready, _ = ray.wait(waiting, num_returns=1, timeout=self._patience_s(time.monotonic()))
             with postponed():  # reports that were fetched but not passed on would be lost
                 for call in ready:
@@ -170,8 +171,7 @@ class Follower:
             self._note_changes()
             self._renewal.act()
             self._take_request()
-            if self._autoscaling is not None:
-                self._autoscaling.act(time.monotonic())
+            self._autoscaling.act(time.monotonic())
 
     def _take_request(self) -> None:
         requests = take(self._run_dir)
@@ -239,7 +239,7 @@ class Follower:
         elif call in self._actors.spares.calls:
             self._actors.take_spare(call)
             self._note_spares()
-        elif self._autoscaling is None or not self._autoscaling.take(call):
+        elif not self._autoscaling.take(call):
             self._replacement.take(call)
 
     def _take_outcome(self, call: Any, who: str) -> None:
@@ -262,9 +262,8 @@ class Follower:
         if recovered > self._recovered and self._watch.verdict(time.monotonic()) is Verdict.RUNNING:
             self._actors.spares.fill()  # now: a process that imports would have slowed the one that others waited for
             self._note_spares()
-        if self._autoscaling is not None:
-            for rescaled in self._journal.rescales[self._rescaled :]:
-                self._autoscaling.ended(rescaled)
+        for rescaled in self._journal.rescales[self._rescaled :]:
+            self._autoscaling.ended(rescaled)
         self._recovered, self._rescaled = recovered, rescales
 
     def _note_spares(self) -> None:
@@ -336,11 +335,12 @@ class Autoscaling:
     def __init__(
         self,
         actors: RunActors,
-        bounds: Bounds,
+        bounds: Bounds | None,
         controller: Controller,
         rescaling: Rescaling,
     ) -> None:
-        """``controller``: knows which owners there are. ``rescaling``: gets the requests for other ones."""
+        """``bounds``: None: look at nothing. ``controller``: knows which owners there are. ``rescaling``: gets the
+        requests for other ones."""
         self._actors, self._bounds, self._controller, self._rescaling = actors, bounds, controller, rescaling
         self._history = History()
         self._before: Loads | None = None
@@ -356,7 +356,7 @@ class Autoscaling:
 
     def act(self, now: float) -> None:
         """Ask every process what it has measured, if it is time, unless the owners change."""
-        if now < self._next_s or self._asked:
+        if self._bounds is None or now < self._next_s or self._asked:
             return
         self._next_s = now + _ASK_S
         if not self._owners():
@@ -385,8 +385,8 @@ class Autoscaling:
         return self._controller.ownership.num_optimizers if settled else 0
 
     def _look(self, now: Loads) -> None:
-        before, owners = self._before, self._owners()
-        if not owners:
+        before, owners, bounds = self._before, self._owners(), self._bounds
+        if not owners or bounds is None:
             self._before = None
             return
         if before is None or before.keys() != now.keys() or any(now[who].count < before[who].count for who in now):
@@ -396,7 +396,7 @@ class Autoscaling:
         if window is None:
             return
         self._before = now
-        self._history, resize = look(self._history, self._bounds, owners, window)
+        self._history, resize = look(self._history, bounds, owners, window)
         if resize is not None:
             self._wanted = ScaleRequest(num_optimizers=resize.owners)
             self._rescaling.request(self._wanted, resize.why)
