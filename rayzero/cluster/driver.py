@@ -343,7 +343,6 @@ def _attempt(request: RunRequest, journal: Journal) -> RunFailedError | None:
         request.directory.path, request.make_row, written_rows(request.directory.path) if continues else None
     )
     places = placed(plan, timeout_s=scaling.placement_timeout)
-    cpus_are_set = scaling.cpus_per_optimizer is not None
     if request.access is not None:
         request.access.refresh()  # it may have been made long ago
     certificates = Certificates(run, request.run.security, request.access)
@@ -354,7 +353,7 @@ def _attempt(request: RunRequest, journal: Journal) -> RunFailedError | None:
         loggers,
         places as placement,
         tools,
-        RunActors(run, placement, certificates, log, cpus_are_set=cpus_are_set) as actors,
+        RunActors(run, placement, certificates, log) as actors,
     ):
         _start(request, placement, actors, journal)
         loggers.start(actors.coordinator.logged.remote)

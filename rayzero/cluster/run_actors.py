@@ -67,13 +67,10 @@ class RunActors:
         placement: Reservation,
         certificates: Certificates,
         log: MetricsLog | None = None,
-        *,
-        cpus_are_set: bool = False,
     ) -> None:
-        """``log``: where the coordinator writes the ranks' reports; None if ranks report to another library.
-        ``cpus_are_set``: see ``OwnerPlaces``."""
+        """``log``: where the coordinator writes the ranks' reports; None if ranks report to another library."""
         self._run, self._placement, self._log = run, placement, log
-        self.places = OwnerPlaces(placement, cpus_are_set)  # freed by: end()
+        self.places = OwnerPlaces(placement)  # freed by: end()
         self.certificates = certificates
         self.exporters = Exporters({}, "auto", certificates)
         self._share: Path | None = None  # directory of the slabs that owners and ranks make

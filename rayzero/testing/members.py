@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from rayzero.config import ZeroConfig
-from rayzero.elastic.reform import Step
+from rayzero.elastic.reform import Step, hosts_without_owner
 from rayzero.engine.context import RankContext
 from rayzero.errors import RankLeftError, RayZeroError
 from rayzero.modes import load_compiler_only_to_compile
@@ -140,11 +140,10 @@ class ServedReach:
     service: Service
     stall_timeout: float
     config: ZeroConfig
-    world_size: int
     outlives_owners: bool = False
 
     def __call__(self, table: OwnerTable, rank: int, recorder: Recorder, model: int, life: int) -> ParameterStore:
-        homes = list(map(self.service.home_of_rank, range(self.world_size)))
+        homes = self.service.homes_of_ranks
         terms = RankTerms(
             token=self.service.token,
             tls=self.service.tls,
@@ -197,9 +196,9 @@ def local_owners(num_optimizers: int, beside_ranks: int, threads: int, stall_tim
 class Service:
     """What all owners behind servers have in common."""
 
-    num_owners: int  # all of them in the first epoch
-    beside: int = 0  # of them beside ranks, the last ones
-    doors: tuple[Path, ...] = ()  # where the owners before those make their slabs, which have no shards
+    num_optimizers: int  # owners with shards in the first epoch, but for those beside ranks
+    num_ranks: int
+    beside: int = 0  # owners beside ranks, which come last
     threads: int
     lineage: str  # of the run's states in shared memory
     share: Path | None  # where they make their slabs; None: they have private memory
@@ -211,16 +210,26 @@ class Service:
 
     @property
     def ownership(self) -> Ownership:
-        return Ownership(self.num_owners - self.beside, doors=len(self.doors))
+        doors = len(self.doors)
+        return Ownership(self.num_optimizers + doors, doors=doors)
+
+    @property
+    def doors(self) -> list[Path | None]:
+        """Where the owners without shards make their slabs: one on each host with ranks and no other owner."""
+        if self.share is None or self.beside:
+            return []
+        there = [self.home(owner, 0) for owner in range(self.num_optimizers)]
+        return hosts_without_owner(self.homes_of_ranks, there)
 
     def first_home(self, owner: int) -> Path | None:
         """Where an owner of the first epoch makes its slabs."""
         doors = dict(zip(self.ownership.door_numbers, self.doors, strict=True))
         return doors[owner] if owner in doors else self.home(owner, 0)
 
-    def home_of_rank(self, rank: int) -> Path | None:
-        """Where a rank makes its slabs."""
-        return self.hosts.get(f"rank {rank}", self.share)
+    @property
+    def homes_of_ranks(self) -> list[Path | None]:
+        """Where each rank makes its slabs."""
+        return [self.hosts.get(f"rank {rank}", self.share) for rank in range(self.num_ranks)]
 
     def home(self, owner: int, life: int) -> Path | None:
         """Where an owner with shards makes its slabs in this life."""
@@ -266,7 +275,7 @@ def _carry_out(server: OwnerServer, order: tuple[Any, ...], pipe: Connection, se
 def served_owners(service: Service, reach: Reach) -> Iterator[OwnersHere]:
     with ExitStack() as stack:
         servers = []
-        for owner in range(service.num_owners):
+        for owner in range(service.ownership.num_owners + service.beside):
             models = service.host(owner, 0, service.ownership, service.first_home(owner))
             stack.callback(models.close)
             servers.append(stack.enter_context(service.serve(models)))

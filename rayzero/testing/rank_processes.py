@@ -214,9 +214,8 @@ class ForkedProcesses:
         after = [service.home(i, life(ids[i]) + (was is None)) for i, was in enumerate(change.former)]
         there = [*(service.home(i, life(ids[i])) for i in range(before.num_optimizers))]
         there += [self._doors[door] for door in before.door_numbers]
-        ranks = map(service.home_of_rank, range(len(self._places)))
-        whole, joining = with_doors(change, after, ranks=ranks, there=there, before=before)
-        self._doors |= {door: home for door, home in joining.items() if home is not None}
+        whole, joining = with_doors(change, after, ranks=service.homes_of_ranks, there=there, before=before)
+        self._doors |= joining
         return whole
 
     def _end_sleepers(self) -> None:

@@ -28,7 +28,7 @@ from typing import Literal
 from rayzero.config import ZeroConfig
 from rayzero.elastic.controller import Controller
 from rayzero.elastic.members import MemberId, MemberKind, Process
-from rayzero.elastic.reform import Call, hosts_without_owner
+from rayzero.elastic.reform import Call
 from rayzero.engine.context import RankContext, running_in
 from rayzero.errors import ConfigError
 from rayzero.protocol.ownership import device_owners
@@ -132,9 +132,6 @@ def run_ranks(
     beside_ranks = device_owners(world_size, settings.host_fraction)
     share = SHARED_MEMORY if transport == "shm" else None
     homes = dict(hosts or {}) if share is not None else {}
-    doors = [] if beside_ranks else _doors(world_size, num_optimizers, homes)
-    if faults is not None:
-        faults.check(world_size, num_optimizers + len(doors) if run_dir is None or not max_failures else None)
     if transport == "inproc":
         with local_owners(num_optimizers, beside_ranks, threads, stall_timeout) as owners:
             return run_threads(fn, places, owners, max_failures)
@@ -142,9 +139,9 @@ def run_ranks(
     replaces = max_failures > 0
     shown = _certificate_of_all(run) if tls else None
     service = Service(
-        num_owners=0 if own is not None else num_optimizers + len(doors) + beside_ranks,
-        beside=0 if own is not None else beside_ranks,
-        doors=tuple(doors),
+        num_optimizers=num_optimizers if own is None else 0,
+        num_ranks=world_size,
+        beside=beside_ranks if own is None else 0,
         threads=threads,
         share=share,
         hosts=homes,
@@ -153,12 +150,13 @@ def run_ranks(
         replaces_owners=processes and replaces,
         tls=shown,
     )
+    if faults is not None:
+        faults.check(world_size, None if run_dir is not None and replaces else service.ownership.num_owners)
     served = ServedReach(
         service=service,
         stall_timeout=stall_timeout,
         config=settings,
         outlives_owners=processes and replaces and share is not None,
-        world_size=world_size,
     )
     reach = served if own is None else partial(_connect, own)
     directories = set[Path]() if share is None else {share, *homes.values()}
@@ -175,15 +173,6 @@ def run_ranks(
     finally:
         for directory in directories:  # remove what processes that were ended in the middle have left
             sweep(directory)
-
-
-def _doors(world_size: int, num_optimizers: int, homes: Mapping[str, Path]) -> list[Path]:
-    """Where owners without shards are to be. ``homes``: by member, where it makes its slabs, if not in /dev/shm."""
-
-    def of(kind: str, number: int) -> list[Path]:
-        return [homes.get(f"{kind} {index}", SHARED_MEMORY) for index in range(number)]
-
-    return hosts_without_owner(of("rank", world_size), of("optimizer", num_optimizers))
 
 
 def _certificate_of_all(run: str) -> Identity:

@@ -194,12 +194,16 @@ def test_ranks_over_grpc_send_again_what_the_next_owners_lack(tmp_path: Path, fa
     config = ZeroConfig(units=UNITS, gradient_accumulation_steps=steps)
     loop = Training(base=seeded(Small, 3), folder=tmp_path, wanted={2: 4, 5: 1, 8: 3}, config=config)
     service = Service(
-        num_owners=2, threads=1, lineage="", share=SHARED_MEMORY, replaces_ranks=True, replaces_owners=True
+        num_optimizers=2,
+        num_ranks=2,
+        threads=1,
+        lineage="",
+        share=SHARED_MEMORY,
+        replaces_ranks=True,
+        replaces_owners=True,
     )
     reaches = [
-        ServedReach(
-            service=replace(service, share=share), stall_timeout=30.0, config=config, world_size=2, outlives_owners=True
-        )
+        ServedReach(service=replace(service, share=share), stall_timeout=30.0, config=config, outlives_owners=True)
         for share in (SHARED_MEMORY, None)
     ]
     run = f"mixed-{tmp_path.name}"
