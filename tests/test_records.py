@@ -71,7 +71,7 @@ def requested(folder: Path) -> object:
 MEMBER = Member(who="rank 0", pid=7, node="n", host="h")
 RUN = {
     "run": "demo", "state": "running", "error": None, "started_at": 1.0, "ended_at": None,
-    "driver": {"pid": 1, "host": "h"}, "ray_address": "h:1", "ray_auth_mode": None, "members": [asdict(MEMBER)],
+    "driver": {"pid": 1, "host": "h"}, "ray_address": "h:1", "members": [asdict(MEMBER)],
     "spares": [asdict(MEMBER)], "addresses": ["h:2"],
     "recoveries": [asdict(Recovery(who="rank 0", pid=7, seconds=2.0))], "replacing": ["rank 1"], "rescaling": "said",
     "rescales": [asdict(Rescaled(id="a", why="asked for", before=1, after=2, failed=None))],

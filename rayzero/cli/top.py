@@ -101,14 +101,14 @@ def _watch(path: Path, interval: float, show: Show, *, once: bool) -> bool:
     """Scrape and show until the run has ended (True) or, with ``once``, until one picture was shown (False)."""
     from rayzero.cli.top_view import render
     from rayzero.cluster.files.key_files import read_viewer
-    from rayzero.cluster.files.run_record import run_status
+    from rayzero.cluster.files.run_record import run_status, why_over
     from rayzero.cluster.run import RunState
     from rayzero.telemetry.picture import draw_from, keep
     from rayzero.telemetry.scrape import scrape
 
     kept: tuple[Scrape, ...] = ()
     steps, mute = planned_steps(path), 0
-    while (record := run_status(path))["state"] in (RunState.RUNNING, RunState.STARTING):
+    while why_over(record := run_status(path)) is None:
         if record["state"] == RunState.STARTING:  # again, from a checkpoint: other processes, which count from 0
             kept, mute = (), 0
             sleep(interval)

@@ -63,7 +63,7 @@ class Continuation:
 
     step: int  # that is open: as many are decided
     life: int  # of every rank
-    repeats: bool  # ranks do the last decided iteration's end again
+    repeats: int | None = None  # ``step``, if ranks do the last decided iteration's end again
     ownership: Ownership | None = None  # who owned what, which stays so: it is in the memory; None: nobody knows
 
 
@@ -123,7 +123,7 @@ def choose(left: Left, *, num_workers: int, num_owners: int) -> Continuation | L
     return Continuation(
         step=step,
         life=left.run.rank_life + 1,
-        repeats=not all(_begun(left.run, step)),
+        repeats=None if all(_begun(left.run, step)) else step,
         ownership=left.run.ownership,
     )
 

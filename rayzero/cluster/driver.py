@@ -25,7 +25,7 @@ from rayzero.cluster.files.metrics_log import MakeRow, MetricsLog, row_of_report
 from rayzero.cluster.files.run_dir import RunDirectory
 from rayzero.cluster.files.run_record import RECORD
 from rayzero.cluster.files.tracing import TRACE_FILE, write_trace
-from rayzero.cluster.janitor import KeptStates, announced
+from rayzero.cluster.janitor import Remains, announced
 from rayzero.cluster.journal import Journal, OnPhase, OnReport, OnStart, RecordWriter, RunRequest
 from rayzero.cluster.nodes.local_ray import LocalRay
 from rayzero.cluster.nodes.places import Reservation, placed
@@ -36,13 +36,13 @@ from rayzero.cluster.roster import Certificates
 from rayzero.cluster.run import Recovery, RunState, rank_name
 from rayzero.cluster.run_actors import RunActors
 from rayzero.cluster.supervision import Verdict, interruptible, postponed, run_failed
-from rayzero.cluster.upkeep.follower import Follower, ownership_of, remains_of
+from rayzero.cluster.upkeep.follower import Follower
 from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
 from rayzero.config.choices import require_loggers
 from rayzero.config.zero import Placement
 from rayzero.elastic.controller import still_outlived, wait_before_restart
 from rayzero.errors import ConfigError, RayZeroError, RunFailedError, UnsupportedError
-from rayzero.protocol.ownership import Ownership, device_owners
+from rayzero.protocol.ownership import device_owners
 from rayzero.quantities import count
 from rayzero.security.authority import issuer
 from rayzero.security.metrics_access import MetricsAccess
@@ -280,13 +280,11 @@ def drive(request: RunRequest, journal: Journal) -> None:
         refuse_name_in_use(request.run.name, _GONE_S if start.is_after_kill else 0.0)
         if start.step or start.why:
             request.on_phase(str(start))
-        lost = _attempt(_with_optimizers(request, ownership_of(start)), journal)
+        scaling, owned = request.scaling, start.ownership
+        scaling = scaling if owned is None else _of(scaling, owned.num_optimizers)
+        lost = _attempt(replace(request, scaling=scaling), journal)
         while lost is not None:
             lost = _again(request, journal, lost)
-
-
-def _with_optimizers(request: RunRequest, ownership: Ownership | None) -> RunRequest:
-    return request if ownership is None else replace(request, scaling=_of(request.scaling, ownership.num_optimizers))
 
 
 def _of(scaling: ScalingConfig, num_optimizers: int) -> ScalingConfig:
@@ -345,7 +343,6 @@ def _attempt(request: RunRequest, journal: Journal) -> RunFailedError | None:
         request.directory.path, request.make_row, written_rows(request.directory.path) if continues else None
     )
     places = placed(plan, timeout_s=scaling.placement_timeout)
-    cpus_are_set = scaling.cpus_per_optimizer is not None
     if request.access is not None:
         request.access.refresh()  # it may have been made long ago
     certificates = Certificates(run, request.run.security, request.access)
@@ -356,7 +353,7 @@ def _attempt(request: RunRequest, journal: Journal) -> RunFailedError | None:
         loggers,
         places as placement,
         tools,
-        RunActors(run, placement, certificates, log, cpus_are_set=cpus_are_set) as actors,
+        RunActors(run, placement, certificates, log) as actors,
     ):
         _start(request, placement, actors, journal)
         loggers.start(actors.coordinator.logged.remote)
@@ -382,8 +379,9 @@ def _loggers(request: RunRequest, journal: Journal) -> Loggers:
 
 def _start(request: RunRequest, placement: Reservation, actors: RunActors, journal: Journal) -> None:
     start, run = request.directory.start, request.run
-    needed, goes_on = _nodes_of_doors(request, placement), ownership_of(start)
-    ownership = actors.places.add_doors(needed, goes_on, actors.driver_node)
+    goes_on, replaces = start.continuation is not None, run.max_failures > 0
+    over = None if goes_on else start.former
+    ownership = actors.places.add_doors(_nodes_of_doors(request, placement), start.ownership, actors.driver_node)
     if doors := len(ownership.door_numbers):
         request.on_phase(
             f"starting {count(doors, 'more optimizer actor')}, without shards, for ranks that have none near"
@@ -392,12 +390,11 @@ def _start(request: RunRequest, placement: Reservation, actors: RunActors, journ
         request.zero,
         run.telemetry,
         ownership,
-        remains_of(request, actors),
+        Remains.of_run(start.lineage, actors.driver_node, replaces=replaces, over=over),
         max_failures=run.max_failures,
-        replaces_members=run.max_failures > 0,
-        keep=KeptStates(run=run.name, lineage=start.lineage, seconds=run.keep_states),
-        former=start.former,
-        succeeds=start.continuation is not None,
+        replaces_members=replaces,
+        keep_s=run.keep_states,
+        succeeds=goes_on,
         network=run.network,
         beside_ranks=_beside_ranks(request),
         discovery_dir=run.discovery_dir if run.telemetry.enabled else None,

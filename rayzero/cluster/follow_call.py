@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rayzero.cluster.files.key_files import FollowerKey, read_follower
-from rayzero.cluster.files.run_record import LOST, RECORD, run_status
+from rayzero.cluster.files.run_record import RECORD, is_here, run_status, why_over
 from rayzero.cluster.run import RunState
 from rayzero.config import ZeroConfig
 from rayzero.errors import ConfigError, UnsupportedError
@@ -22,13 +22,11 @@ from rayzero.followers.host_shards import HostRun
 from rayzero.security.addresses import is_loopback
 from rayzero.security.credentials import Credentials, identity_of
 from rayzero.slabs.sweep import SHARED_MEMORY
-from rayzero.store.shm.signals import host_identity
 
 if TYPE_CHECKING:
     from rayzero.followers.remote_shards import RemoteRun, Way
 
 _CONFIG = "config.json"  # of transformers, which the recipe puts into a run's folder
-_GOES_ON = RunState.STARTING, RunState.RUNNING
 _LOOK_S = 1.0  # between two looks whether owners are on other hosts; a record is written as often
 
 log = logging.getLogger(__name__)
@@ -78,7 +76,7 @@ def follow(
             log.warning("follow(%r) waits for a run of that name: %s", name, here.missing)
         return Follower(here, named, lambda: True)
     found = _RunOfFolder(folder, name, model, here)
-    return Follower(found, named, lambda: not _goes_on(run_status(folder)), strict=strict)
+    return Follower(found, named, lambda: why_over(run_status(folder)) is not None, strict=strict)
 
 
 class _RunOfFolder:
@@ -95,13 +93,11 @@ class _RunOfFolder:
 
     @property
     def missing(self) -> str:
-        """See ``FollowedRun``."""
         if self._afar is not None:
             return self._afar.missing
         return self._missing if self._here is None else self._here.missing
 
     def shards(self) -> Shards | None:
-        """See ``FollowedRun``."""
         found = None if self._here is None else self._here.shards()
         if found is not None:
             self.close()
@@ -115,13 +111,11 @@ class _RunOfFolder:
         return None if self._afar is None else self._afar.shards()
 
     def has(self, shards: Shards) -> bool:
-        """See ``FollowedRun``."""
         if self._afar is not None:
             return self._afar.has(shards)
         return self._here is not None and self._here.has(shards)
 
     def close(self) -> None:
-        """See ``FollowedRun``."""
         if self._afar is not None:
             self._afar.close()
             self._afar = None
@@ -140,7 +134,6 @@ class _RunOfFolder:
         return self._here is None or self._here.gone or not inside
 
     def _way(self) -> Way | None:
-        """See ``RemoteRun``."""
         from rayzero.store.wire.rpc import CallTerms
 
         record, key = run_status(self._folder), read_follower(self._folder)
@@ -162,16 +155,11 @@ def _credentials(key: FollowerKey) -> Credentials | None:
     )
 
 
-def _goes_on(record: Mapping[str, Any]) -> bool:
-    return record["state"] in _GOES_ON
-
-
 def _memory_of(record: Mapping[str, Any], folder: Path) -> Path | None:
     """The directory of a run's shared memory; None: it shares none."""
-    if not _goes_on(record):
+    if (why := why_over(record)) is not None:
         newest = record["checkpoint"]
         instead = f"its newest checkpoint is {newest}" if newest else "it has no checkpoint"
-        why = "its driver is gone" if record["state"] == LOST else f"it has {record['state']}"
         raise ConfigError(f"run {record['run']!r} publishes nothing any more, because {why}: {instead}")
     try:
         return ZeroConfig.from_mapping(record["config"]["zero"]).shared_directory
@@ -184,7 +172,4 @@ def _began_here(record: Mapping[str, Any]) -> bool:
     states = record["states"]
     if states is None:
         return bool(record["driver"]["host"] == os.uname().nodename)
-    try:
-        return bool(states["memory"] == host_identity(Path(states["directory"])))
-    except OSError:
-        return False
+    return is_here(Path(states["directory"]), states["memory"])

@@ -21,7 +21,8 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -30,11 +31,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayzero.cluster.actor_calls import ANSWER_S, refuse_name_in_use
 from rayzero.cluster.continuation import Continuation, Lost, await_left, choose
-from rayzero.cluster.janitor import KeptStates, Remains
+from rayzero.cluster.janitor import Remains
 from rayzero.cluster.journal import Journal
 from rayzero.cluster.nodes.places import Reservation
 from rayzero.cluster.nodes.resources import Node
 from rayzero.cluster.nodes.session import alive_nodes
+from rayzero.cluster.processes.rank_worker import RankStart
 from rayzero.cluster.roster import Certificates
 from rayzero.cluster.run import RunState
 from rayzero.cluster.run_actors import RunActors
@@ -46,9 +48,7 @@ from rayzero.config import SecurityConfig, TelemetryConfig, ZeroConfig
 from rayzero.elastic.controller import Controller
 from rayzero.elastic.members import MemberId, MemberKind
 from rayzero.errors import ConfigError, RunFailedError
-from rayzero.protocol.ownership import Ownership
 from rayzero.quantities import count
-from rayzero.security.credentials import Credentials
 from rayzero.slabs.sweep import Hold
 from rayzero.store.shm.signals import why_no_sharing
 
@@ -68,22 +68,7 @@ class WorkerGroup:
     run: str  # in the library: a group continues the one before if it has the same
     world_size: int
     nodes: tuple[str, ...]  # of its ranks (ids)
-    resume: str | None  # the checkpoint that its loop would resume from
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupStart:
-    """What the ranks of a group begin with."""
-
-    addresses: tuple[str, ...]  # of the owners, by index
-    ownership: Ownership  # who owns what
-    lineage: str  # of the run's states in shared memory
-    life: int  # of every rank; 0: a fresh start
-    repeats: int | None  # see RankContext
-    resume: str | None  # the checkpoint that gave the run its first values
-    token: str = field(repr=False)  # owners ask for it in every call
-    tls: Credentials | None = None  # what every rank shows to owners; None: it uses no TLS
-    remains: Remains | None = None  # what becomes of a rank's slabs if it is killed; None: others see to them
+    resume: Path | None  # the checkpoint that its loop would resume from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,13 +86,12 @@ class WorkerGroups:
         self._newest: WorkerGroup | None = None
         self._former: set[str] = set()  # names of groups before it
         self._processes: dict[int, str] = {}  # of the newest, by rank
-        self._start: GroupStart | None = None  # of the newest, once it is open
-        self._failed: str | None = None  # why the newest has no owners any more
-        self._over: str | None = None  # why no group ever has
+        self._told: RankStart | GroupEnded | None = None  # what the driver has last said to the newest
+        self._over: GroupEnded | None = None  # to every group
 
     # ---- for ranks
 
-    async def join(self, group: WorkerGroup, rank: int, process: str) -> GroupStart | GroupEnded:
+    async def join(self, group: WorkerGroup, rank: int, process: str) -> RankStart | GroupEnded:
         """Ask for a rank's place in ``group``, which is the newest if nobody has asked for it before; waits until the
         driver has opened it. ``process``: whose place it is, the same in every call."""
         async with self._news:
@@ -119,34 +103,30 @@ class WorkerGroups:
                     why=f"rank {rank} was {before} and is now {process}, in the same group of workers; start the whole "
                     "group again, not one of its workers"
                 )
-            return await self._answer(group.name, None)
+            return await self._next(group.name, None)
 
     def _begin(self, group: WorkerGroup) -> None:
         if self._newest is not None:
             self._former.add(self._newest.name)
-        self._newest, self._processes, self._start, self._failed = group, {}, None, None
+        self._newest, self._processes, self._told = group, {}, None
         self._news.notify_all()
 
-    async def news(self, group: str, known: GroupStart) -> GroupStart | GroupEnded:
+    async def news(self, group: str, known: RankStart) -> RankStart | GroupEnded:
         """What the ranks of the group would begin with now, as soon as it is not ``known``: an owner has moved, or
         ranks are to show another certificate."""
         async with self._news:
-            return await self._answer(group, known)
+            return await self._next(group, known)
 
-    async def _answer(self, group: str, known: GroupStart | None) -> GroupStart | GroupEnded:
-        await self._news.wait_for(lambda: self._end_of(group) is not None or self._start not in (None, known))
-        end = self._end_of(group)
-        if end is not None:
-            return end
-        assert self._start is not None
-        return self._start
+    async def _next(self, group: str, known: RankStart | None) -> RankStart | GroupEnded:
+        await self._news.wait_for(lambda: self._answer(group) not in (None, known))
+        answer = self._answer(group)
+        assert answer is not None
+        return answer
 
-    def _end_of(self, group: str) -> GroupEnded | None:
-        if self._over is not None:
-            return GroupEnded(why=self._over)
-        if group in self._former:
+    def _answer(self, group: str) -> RankStart | GroupEnded | None:
+        if self._over is None and group in self._former:
             return GroupEnded(why="another group of workers has been started in the place of this one")
-        return None if self._failed is None else GroupEnded(why=self._failed)
+        return self._over or self._told
 
     # ---- for the driver
 
@@ -157,25 +137,18 @@ class WorkerGroups:
             assert self._newest is not None
             return self._newest
 
-    async def open(self, group: str, start: GroupStart) -> None:
-        """Answer the ranks of ``group``, unless there is a newer one; also anew, once an owner is at another address or
-        ranks are to show something else."""
+    async def tell(self, group: str, answer: RankStart | GroupEnded) -> None:
+        """Answer the ranks of ``group``, unless there is a newer one; also anew, once an owner is at another address,
+        ranks are to show something else, or the group has lost its owners (the next one gets others)."""
         async with self._news:
             if self._is_newest(group):
-                self._start = start
-                self._news.notify_all()
-
-    async def fail(self, group: str, why: str) -> None:
-        """``group`` has lost its owners; the next one gets others."""
-        async with self._news:
-            if self._is_newest(group):
-                self._failed = why
+                self._told = answer
                 self._news.notify_all()
 
     async def end(self, why: str) -> None:
         """No group gets owners any more."""
         async with self._news:
-            self._over = why
+            self._over = GroupEnded(why=why)
             self._news.notify_all()
 
     def _is_newest(self, group: str) -> bool:
@@ -188,10 +161,10 @@ class GroupsAsked:
 
     actor: Any
 
-    def join(self, group: WorkerGroup, rank: int, process: str) -> GroupStart | GroupEnded:
+    def join(self, group: WorkerGroup, rank: int, process: str) -> RankStart | GroupEnded:
         return _answer(self.actor.join.remote(group, rank, process))
 
-    def news(self, group: str, known: GroupStart, unwanted: threading.Event) -> GroupStart | GroupEnded | None:
+    def news(self, group: str, known: RankStart, unwanted: threading.Event) -> RankStart | GroupEnded | None:
         """See ``WorkerGroups.news``; None once the answer is ``unwanted``."""
         call = self.actor.news.remote(group, known)
         while not ray.wait([call], timeout=_WANTED_S)[0]:
@@ -200,9 +173,9 @@ class GroupsAsked:
         return _answer(call)
 
 
-def _answer(call: Any) -> GroupStart | GroupEnded:
+def _answer(call: Any) -> RankStart | GroupEnded:
     try:
-        answer: GroupStart | GroupEnded = ray.get(call)
+        answer: RankStart | GroupEnded = ray.get(call)
     except ray.exceptions.RayError as error:
         said = str(error).strip().partition("\n")[0]
         return GroupEnded(why=f"the process that knows them has ended, perhaps with its driver: {said}")
@@ -234,14 +207,13 @@ class GroupOwners:
         self._outlived = 0  # deaths, of ``max_failures``
         self._lineage = secrets.token_hex(8)
         self._group: WorkerGroup | None = None  # that has these owners
-        self._resume: str | None = None  # the checkpoint that gave the lineage its first values
+        self._resume: Path | None = None  # the checkpoint that gave the lineage its first values
         self._hold: Hold | None = None  # keeps what the group continues; freed by: _change_owners(), _end()
         self._failure: Failure | None = None  # why these owners serve no more
         self._actors: RunActors | None = None
-        self._remains: Remains | None = None
         self._controller: Controller | None = None
         self._replacement: Replacement | None = None  # None: nobody is watched
-        self._told: GroupStart | None = None  # what the group knows
+        self._told: RankStart | None = None  # what the group knows
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="rayzero-group-owners", daemon=True)
         self.groups: Any = None  # the actor that ranks ask
@@ -283,7 +255,6 @@ class GroupOwners:
             self._run, self._placement, Certificates(self._run, self._security or SecurityConfig())
         )
         over = None if goes_on is not None else former
-        self._remains = Remains.of_run(self._lineage, self._actors.driver_node, replaces=True, over=over)
         known = None if goes_on is None else goes_on.ownership
         ownership = self._actors.places.add_doors(nodes, known, self._actors.driver_node)
         if doors := len(ownership.door_numbers):
@@ -293,11 +264,10 @@ class GroupOwners:
             self._config,
             TelemetryConfig(enabled=False),
             ownership,
-            self._remains,
+            Remains.of_run(self._lineage, self._actors.driver_node, replaces=True, over=over),
             max_failures=self._max_failures,
             replaces_members=True,  # the library may start ranks again
-            keep=KeptStates(run=self._run, lineage=self._lineage, seconds=0),
-            former=former,
+            keep_s=0,
             succeeds=goes_on is not None,
         )
         self._actors.move(RunState.RUNNING)
@@ -328,9 +298,9 @@ class GroupOwners:
         why = f"{failure.who} {failure.what}"
         log.error("%s", why)
         if not failure.restarts:
-            self._tell(self.groups.end.remote(why))
+            ray.get(self.groups.end.remote(why), timeout=ANSWER_S)
         elif self._group is not None:
-            self._tell(self.groups.fail.remote(self._group.name, why))
+            self._tell(self._group, GroupEnded(why=why))
 
     def _unwatch(self) -> None:
         if self._replacement is not None:
@@ -350,13 +320,13 @@ class GroupOwners:
         if self._told is not None:
             self._tell_start(replace(self._told, tls=self._actors.certificates.of_rank(None)))
 
-    def _tell_start(self, start: GroupStart) -> None:
+    def _tell_start(self, start: RankStart) -> None:
         assert self._group is not None
         self._told = start
-        self._tell(self.groups.open.remote(self._group.name, start))
+        self._tell(self._group, start)
 
-    def _tell(self, call: Any) -> None:
-        ray.get(call, timeout=ANSWER_S)
+    def _tell(self, group: WorkerGroup, answer: RankStart | GroupEnded) -> None:
+        ray.get(self.groups.tell.remote(group.name, answer), timeout=ANSWER_S)
 
     # ---- groups
 
@@ -371,7 +341,7 @@ class GroupOwners:
     def _follow(self) -> None:
         asked = self.groups.next_group.remote(None)
         while not self._ended.is_set():
-            watched = self._replacement.calls if self._replacement is not None else []
+            watched = self._replacement.processes.calls if self._replacement is not None else []
             ready, _ = ray.wait([asked, *watched], num_returns=1, timeout=self._patience_s())
             for call in ready:
                 if call == asked:
@@ -388,7 +358,7 @@ class GroupOwners:
                     self._fail(failure)
 
     def _patience_s(self) -> float:
-        due = None if self._replacement is None else self._replacement.patience_s(time.monotonic())
+        due = None if self._replacement is None else self._replacement.processes.patience_s(time.monotonic())
         return _LOOK_S if due is None else min(due, _LOOK_S)
 
     def _open(self, group: WorkerGroup) -> None:
@@ -414,22 +384,22 @@ class GroupOwners:
             self._resume = group.resume
         assert self._controller is not None
         self._group = group
-        start = GroupStart(
+        start = RankStart(
             addresses=self._controller.addresses,
             ownership=self._controller.ownership,
             lineage=self._lineage,
             life=0 if goes_on is None else goes_on.life,
-            repeats=goes_on.step if goes_on is not None and goes_on.repeats else None,
+            repeats=None if goes_on is None else goes_on.repeats,
             resume=self._resume,
             token=self._actors.certificates.token,
             tls=self._actors.certificates.of_rank(None),
-            remains=self._remains,
+            remains=self._actors.remains,
         )
         self._tell_start(start)
 
     def _refuse(self, group: WorkerGroup, why: str) -> None:
         log.error("%s", why)
-        self._tell(self.groups.fail.remote(group.name, why))
+        self._tell(group, GroupEnded(why=why))
 
     def _change_owners(self, group: WorkerGroup, nodes: Sequence[str]) -> Continuation | None:
         """End these owners and start others, with doors on ``nodes`` (ids). Returns how the group goes on; None: it

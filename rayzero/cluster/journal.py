@@ -24,7 +24,7 @@ from rayzero.cluster.files.run_record import (
 from rayzero.cluster.nodes.local_ray import LocalRay
 from rayzero.cluster.processes.live_page import PAGE_PATH
 from rayzero.cluster.processes.rank_worker import PackedLoop
-from rayzero.cluster.run import DISCOVERY_PATH, Member, Recovery, Report, Rescaled, RunState
+from rayzero.cluster.run import DISCOVERY_PATH, OPEN_STATES, Member, Recovery, Report, Rescaled, RunState
 from rayzero.cluster.run_actors import RunActors
 from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
 from rayzero.errors import RunFailedError
@@ -102,7 +102,7 @@ class RecordWriter:
             self._directory.write_record(record)
         except OSError as failed:  # a full disk is no reason to end a training
             log.warning("%s/run.json is not up to date: %s", self._directory.path, failed.strerror)
-        return record.plain()
+        return record.model_dump()
 
     def _record(self, error: RunFailedError | None) -> RunRecord:
         journal, directory = self._journal, self._directory
@@ -113,10 +113,9 @@ class RecordWriter:
             state=journal.state,
             error=None if error is None else str(error),
             started_at=self._started,
-            ended_at=None if journal.state.is_open else time.time(),
+            ended_at=None if journal.state in OPEN_STATES else time.time(),
             driver=DriverProcess(pid=os.getpid(), host=socket.gethostname()),
             ray_address=journal.ray_address,
-            ray_auth_mode=os.environ.get("RAY_AUTH_MODE"),
             members=journal.members if is_up else [],
             spares=journal.spares if is_up else [],
             addresses=list(journal.addresses),

@@ -1,4 +1,4 @@
-"""Who is in a run. Owners: the settings of each, also of those that come later, and where it listens. Spares: processes
+"""Who is in a run. Owners: the settings of each, also of those that come later. Spares: processes
 that have imported what an owner needs, and wait to become the successor of one that dies. Exporters: where each
 listens, what it asks of its clients, where Prometheus finds it. Certificates: what all of them show by now. Processes
 on the driver's node: which are stopped, which have to be killed, and when all are gone; Ray ends them by itself, but a
@@ -45,7 +45,7 @@ class OwnerRoster:
     """The owners of one run by the names of their processes: "optimizer 0", and "rank 0" for one beside a rank.
     Optimizer actors come first, those without shards last among them, then the owners beside ranks.
 
-    Knows settings and addresses; not actors, nor who lives."""
+    Knows settings; not actors, nor who lives."""
 
     def __init__(
         self, first: OwnerSettings, plan: ResourcePlan, certificates: Certificates, beside_ranks: str | None = None
@@ -53,7 +53,6 @@ class OwnerRoster:
         """``first``: the settings of owner 0, which has shards. ``certificates``: with those of owners that come later.
         ``beside_ranks``: the device on which owners beside the ranks have their states; None: there are none."""
         self._first, self._plan, self._certificates, self._device = first, plan, certificates, beside_ranks
-        self._hosts: dict[str, str] = {}
         self.num_beside = 0 if beside_ranks is None else plan.num_workers
 
     @property
@@ -78,12 +77,9 @@ class OwnerRoster:
         names = self.names
         return self._settings(names.index(who), self.ownership) if who in names else None
 
-    def of_successor(self, owner: int) -> OwnerSettings:
-        """The settings of a process that takes the place of this owner, which has died."""
-        return self.of_joining(owner, self.ownership)
-
     def of_joining(self, owner: int, ownership: Ownership) -> OwnerSettings:
-        """The settings of a process that becomes an owner in the epoch of ``ownership``."""
+        """The settings of a process that becomes an owner in the epoch of ``ownership``; in that of now, it takes the
+        place of one that has died."""
         return replace(self._settings(owner, ownership), succeeds=True)
 
     def _settings(self, owner: int, ownership: Ownership) -> OwnerSettings:
@@ -103,27 +99,6 @@ class OwnerRoster:
         """A successor of an owner belongs from now on to the epoch of ``ownership``."""
         self._first = replace(self._first, ownership=ownership)
 
-    # ---- where they listen
-
-    def host(self, who: str) -> str:
-        return self._hosts[who]
-
-    def listen(self, hosts: Mapping[str, str]) -> None:
-        self._hosts |= hosts
-
-    def leave(self, who: str) -> None:
-        """A process is no owner any more."""
-        self._hosts.pop(who, None)
-
-    @property
-    def has_network(self) -> bool:
-        """Whether the user has said at which addresses they listen."""
-        return self._first.network is not None
-
-    @property
-    def on_loopback(self) -> list[str]:
-        return [who for who, host in self._hosts.items() if host == LOOPBACK]
-
 
 @dataclass(slots=True, kw_only=True)
 class Joining:
@@ -133,7 +108,6 @@ class Joining:
     actor: Any
     settings: OwnerSettings
     node: str
-    host: str | None  # where it listens; None: at its node's address
     exporter: ExporterSettings | None
     place: OwnerPlace
     member: Member | None = None  # once it has answered
@@ -380,11 +354,7 @@ class LocalProcesses:
     def __init__(self) -> None:
         self._processes: dict[str, psutil.Process] = {}
         self._ending: list[psutil.Process] = []  # told to end, and missed by nobody
-        self._janitor: Janitor | None = None  # freed by: close()
-
-    def give_janitor(self, janitor: Janitor) -> None:
-        """Tell ``janitor`` of the processes from now on; closed by ``close``."""
-        self._janitor = janitor
+        self.janitor: Janitor | None = None  # is told of the processes. freed by: close()
 
     def find(self, everyone: Mapping[str, Member], here: str) -> None:
         """Note those of ``everyone`` that are on the node ``here``, for the janitor too."""
@@ -392,8 +362,8 @@ class LocalProcesses:
             if member.node == here:
                 with suppress(psutil.NoSuchProcess):  # it died after it answered; the next call to it reports that
                     self._processes[who] = psutil.Process(member.pid)
-        if self._janitor is not None:
-            self._janitor.watch(self._processes.values())
+        if self.janitor is not None:
+            self.janitor.watch(self._processes.values())
 
     def rename(self, before: str, now: str) -> None:
         process = self._processes.pop(before, None)
@@ -454,5 +424,5 @@ class LocalProcesses:
         self._processes, self._ending = {}, []
 
     def close(self) -> None:
-        if self._janitor is not None:
-            self._janitor.close()
+        if self.janitor is not None:
+            self.janitor.close()

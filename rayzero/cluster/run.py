@@ -47,10 +47,8 @@ class RunState(StrEnum):
     FAILED = "failed"  # a process failed; the record's `error` says which
     STOPPED = "stopped"  # interrupted by the user
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the run has not ended."""
-        return self in (RunState.STARTING, RunState.RUNNING)
+
+OPEN_STATES = RunState.STARTING, RunState.RUNNING  # of a run that has not ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

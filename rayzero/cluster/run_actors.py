@@ -67,16 +67,17 @@ class RunActors:
         placement: Reservation,
         certificates: Certificates,
         log: MetricsLog | None = None,
-        *,
-        cpus_are_set: bool = False,
     ) -> None:
-        """``log``: where the coordinator writes the ranks' reports; None if ranks report to another library.
-        ``cpus_are_set``: see ``OwnerPlaces``."""
+        """``log``: where the coordinator writes the ranks' reports; None if ranks report to another library."""
         self._run, self._placement, self._log = run, placement, log
-        self.places = OwnerPlaces(placement, cpus_are_set)  # freed by: end()
+        self.places = OwnerPlaces(placement)  # freed by: end()
         self.certificates = certificates
         self.exporters = Exporters({}, "auto", certificates)
         self._share: Path | None = None  # directory of the slabs that owners and ranks make
+        self.remains: Remains | None = None  # of these; set by start()
+        self._on_loopback = (
+            False  # owners listen there, as all of the run is on one node; else at their nodes' addresses
+        )
         self.local = LocalProcesses()  # freed by: end()
         self.members: dict[str, Member] = {}
         self.coordinator: Any = None
@@ -106,8 +107,7 @@ class RunActors:
         *,
         max_failures: int,
         replaces_members: bool,
-        keep: KeptStates | None,
-        former: str | None,
+        keep_s: float,
         succeeds: bool,
         network: str | None = None,
         beside_ranks: str | None = None,
@@ -118,15 +118,16 @@ class RunActors:
         owners' addresses.
 
         ownership, remains, replaces_members, succeeds, network: see ``OwnerSettings``. max_failures: how often a dead
-        member may be started again (``start_owner``, ``start_rank``; the coordinator by Ray). keep: what stays in
-        shared memory if this process is killed. former: the lineage of what an earlier run may have left there.
+        member may be started again (``start_owner``, ``start_rank``; the coordinator by Ray). keep_s: how long states
+        stay in shared memory if this process is killed.
         beside_ranks: see ``OwnerRoster``. discovery_dir: where the run will be announced to Prometheus; None: nowhere.
 
         Raises RunFailedError naming the process that did not start, and ConfigError when the run's name is taken, or
         when a process may not open as many files as so many ranks and owners need.
         """
         self.coordinator = make_coordinator(self._run, self._log, max_failures)
-        share = self._share = zero.shared_directory
+        share, self.remains = zero.shared_directory, remains
+        self._share = share
         first = OwnerSettings(
             owner=0,
             num_owners=ownership.num_owners,
@@ -158,13 +159,15 @@ class RunActors:
         lead = {_COORDINATOR: self.members.pop(_COORDINATOR)}
         here = {**lead, _DRIVER: this_process(_DRIVER)}
         self.check_files(len(self.owners), len(ownership.door_numbers), here)
-        self.local.give_janitor(Janitor(share, discovery_dir, keep=keep))
+        kept = KeptStates(run=self._run, lineage=remains.lineage, seconds=keep_s)
+        self.local.janitor = Janitor(share, discovery_dir, keep=kept)
         self.local.find({**lead, **self.members}, self.driver_node)
         if telemetry.enabled:
             exporters = plan_exporters(self._run, {**lead, **self.members}, telemetry, Path(zero.slab_dir))
             self.exporters = Exporters(exporters, telemetry.bind, self.certificates)
             self._open_exporters()
-        addresses = self._open_ports()
+        addresses = self._open_ports(network)
+        former = remains.lineage if succeeds else remains.over
         if share is not None and former is not None:
             take_over(share, former, is_continued=succeeds)
         self.spares = Spares(
@@ -191,10 +194,6 @@ class RunActors:
     def ownership(self) -> Ownership:
         return self._roster.ownership
 
-    @property
-    def _serving(self) -> dict[str, Any]:
-        return {who: self.handle(who) for who in self._roster.names}
-
     def _make_owner(self, owner: int) -> Any:
         who = optimizer_name(owner)
         self.owners[who] = actor_class(OptimizerActor).options(**self.places.options(owner)).remote()
@@ -211,13 +210,13 @@ class RunActors:
         self.ranks[who] = actor_class(RankWorker).options(**options).remote(rank, threads, self._roster.of(who))
         return self.ranks[who]
 
-    def _open_ports(self) -> tuple[str, ...]:
+    def _open_ports(self, network: str | None) -> tuple[str, ...]:
         nodes = {member.node for member in self.members.values()}
         # ranks of another library may be on any host
         one_node = len(nodes) == 1 and (bool(self.ranks) or len(alive_nodes()) == 1)
-        serving, inside = self._serving, one_node and not self._roster.has_network  # others may follow from outside
-        self._roster.listen({who: LOOPBACK if inside else self.members[who].host for who in serving})
-        opened = {who: control(actor.serve).remote(self._roster.host(who)) for who, actor in serving.items()}
+        serving = {who: self.handle(who) for who in self._roster.names}
+        self._on_loopback = one_node and network is None  # else others may follow from outside
+        opened = {who: control(actor.serve).remote(self._host_of(who)) for who, actor in serving.items()}
         addresses = tuple(ask_config(self._run, opened, self.members, START_S).values())
         if not one_node:
             self._require_reached(addresses)
@@ -225,6 +224,10 @@ class RunActors:
         self.ask(told, START_S)
         self.enlist()
         return addresses
+
+    def _host_of(self, who: str) -> str:
+        """Where an owner listens."""
+        return LOOPBACK if self._on_loopback else self.members[who].host
 
     def _open_exporters(self) -> None:
         own = self.exporters.of(_COORDINATOR)
@@ -264,8 +267,10 @@ class RunActors:
 
     def run_loop(self, settings: RankSettings, packed_loop: PackedLoop) -> Any:
         """Start a rank's loop. Returns the call, which lasts until the loop ends."""
-        own = replace(settings, tls=self.certificates.of_rank(settings.rank))
-        return self.ranks[rank_name(settings.rank)].run.remote(own, packed_loop, self.coordinator)
+        start = replace(settings.start, tls=self.certificates.of_rank(settings.rank))
+        return self.ranks[rank_name(settings.rank)].run.remote(
+            replace(settings, start=start), packed_loop, self.coordinator
+        )
 
     # ---- members that are replaced ------------------------------------------------------------------------------
 
@@ -275,8 +280,8 @@ class RunActors:
         who = optimizer_name(owner)
         spare = self.spares.give(self.members[who].node)
         actor = self.owners[who] = spare or self._make_owner(owner)
-        place = self._roster.host(who), self.exporters.of(who), self.coordinator
-        return control(actor.take_place).remote(self._roster.of_successor(owner), *place)
+        place = self._host_of(who), self.exporters.of(who), self.coordinator
+        return control(actor.take_place).remote(self._roster.of_joining(owner, self.ownership), *place)
 
     # ---- other owners -------------------------------------------------------------------------------------------
 
@@ -293,26 +298,26 @@ class RunActors:
             actor=actor_class(OptimizerActor).options(**place.options).remote(),
             settings=settings,
             node=node,
-            host=LOOPBACK if self._roster.on_loopback else None,  # elsewhere, all listen at their nodes' addresses
             exporter=exporter,
             place=place,
         )
         self._joining.append(joining)
-        ask = control(joining.actor.take_place)
-        return joining, ask.remote(settings, joining.host, exporter, self.coordinator)
+        ask, host = control(joining.actor.take_place), LOOPBACK if self._on_loopback else None
+        return joining, ask.remote(settings, host, exporter, self.coordinator)
 
     def listen_at_nodes(self, addresses: Sequence[str]) -> tuple[str, ...]:
         """Let every owner be reached from other nodes. ``addresses``: those of now. Returns those that serve; blocks.
         Raises ConfigError if one does not answer."""
-        listening = self._roster.on_loopback
-        opened = {who: control(self.handle(who).listen).remote(self.members[who].host) for who in listening}
+        if not self._on_loopback:
+            return tuple(addresses)
+        opened = [control(self.handle(who).listen).remote(self.members[who].host) for who in self._roster.names]
         try:
-            found = dict(zip(opened, ray.get(list(opened.values()), timeout=ANSWER_S), strict=True))
+            found = ray.get(opened, timeout=ANSWER_S)
         except ray.exceptions.RayError as error:
             why = str(error).partition("\n")[0]
             raise ConfigError(f"an optimizer does not listen at its node's address: {why}; ask again") from error
-        self._roster.listen({who: self.members[who].host for who in found})
-        return tuple(found.get(who, address) for who, address in zip(self._roster.names, addresses, strict=True))
+        self._on_loopback = False
+        return tuple(found)
 
     def _exporter_of(self, owner: int, node: str) -> ExporterSettings | None:
         if not self.exporters.targets:
@@ -331,7 +336,7 @@ class RunActors:
         """Have other hosts connect to an owner that joins, and that one to the others. ``address``: its own;
         ``addresses``: those of the owners of now."""
         assert joining.member is not None, f"{joining.who} has not answered"
-        if joining.host == LOOPBACK:  # all are on one host
+        if self._on_loopback:  # all are on one host
             return ReachTrial([])
         new = ReachTarget(joining.who, address, joining.actor)
         others = [who for who in self._one_a_node() if self.members[who].node != joining.node]
@@ -358,7 +363,6 @@ class RunActors:
             if each.who in self.owners:
                 self._drop(each.settings.owner)
             self.owners[each.who], self.members[each.who] = each.actor, each.member
-            self._roster.listen({each.who: each.host or each.member.host})
             if each.exporter is not None:
                 self.exporters.enter(each.exporter, each.target)
             self.places.take(each.settings.owner, each.place)
@@ -376,7 +380,6 @@ class RunActors:
     def _drop(self, owner: int) -> None:
         who = optimizer_name(owner)
         self._parted[self.owners.pop(who)] = self.places.take(owner, None)
-        self._roster.leave(who)
         self.exporters.leave(who)
         del self.members[who]
         self.local.let_end(who)

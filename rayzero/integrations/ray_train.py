@@ -32,7 +32,7 @@ import secrets
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,18 +40,18 @@ from ray import train
 from ray.train.torch import get_device
 from ray.util import get_current_placement_group, placement_group_table
 
-from rayzero.cluster.group_owners import GroupEnded, GroupOwners, GroupsAsked, GroupStart, WorkerGroup
+from rayzero.cluster.group_owners import GroupEnded, GroupOwners, GroupsAsked, WorkerGroup
 from rayzero.cluster.janitor import leaving_nothing
 from rayzero.cluster.nodes.places import placed
 from rayzero.cluster.nodes.resources import plan_optimizers
 from rayzero.cluster.nodes.session import ray_session
+from rayzero.cluster.processes.rank_worker import RankStart, rank_context
 from rayzero.concurrency.processes import raise_open_files
 from rayzero.config import ScalingConfig, SecurityConfig, ZeroConfig
 from rayzero.engine.context import RankContext, running_in
 from rayzero.errors import ConfigError, RunFailedError, UnsupportedError
-from rayzero.protocol.store import ParameterStore
 from rayzero.security.credentials import Identity, identity_of
-from rayzero.store.remote.owner_table import OwnerTable, connect_store
+from rayzero.store.remote.owner_table import OwnerTable
 from rayzero.telemetry.recorder import MemoryRecorder
 
 __all__ = ["Owners", "optimizer_actors"]
@@ -82,7 +82,7 @@ class Owners:
             run=place.get_experiment_name(),
             world_size=place.get_world_size(),
             nodes=nodes,
-            resume=None if resume is None else os.path.abspath(resume),
+            resume=None if resume is None else Path(os.path.abspath(resume)),
         )
         start = self.groups.join(group, place.get_world_rank(), f"pid {os.getpid()} on {platform.node()}")
         if isinstance(start, GroupEnded):
@@ -104,38 +104,22 @@ class Owners:
                 follower.close()
 
     def _context(
-        self, place: Any, group: WorkerGroup, start: GroupStart, table: OwnerTable, identity: Identity | None
+        self, place: Any, group: WorkerGroup, start: RankStart, table: OwnerTable, identity: Identity | None
     ) -> RankContext:
-        rank, recorder = place.get_world_rank(), MemoryRecorder()
-        resume = start.resume if start.life else group.resume
+        rank = place.get_world_rank()
         first = rank - place.get_local_rank()  # Ray Train numbers workers node by node
-
-        def connect(model: int) -> ParameterStore:
-            return connect_store(
-                rank,
-                table,
-                token=start.token,
-                tls=identity,
-                config=self.config,
-                recorder=recorder,
-                model=model,
-                life=start.life,
-                ranks_here=range(first, first + place.get_local_world_size()),
-                outlives_owners=self.config.shared_directory is not None,
-            )
-
-        return RankContext(
-            rank=rank,
+        return rank_context(
+            rank,
+            start if start.life else replace(start, resume=group.resume),
+            table,
+            identity,
+            config=self.config,
+            ranks_here=range(first, first + place.get_local_world_size()),
+            outlives_owners=self.config.shared_directory is not None,
+            recorder=MemoryRecorder(),
             world_size=place.get_world_size(),
-            life=start.life,
-            lineage=start.lineage,
-            repeats=start.repeats,
             device=get_device(),
             run=self.run,
-            resume=None if resume is None else Path(resume),
-            config=self.config,
-            connect=connect,
-            recorder=recorder,
         )
 
 
@@ -155,7 +139,7 @@ class _Follower:
         self,
         groups: GroupsAsked,
         group: WorkerGroup,
-        start: GroupStart,
+        start: RankStart,
         table: OwnerTable,
         identity: Identity | None,
         context: RankContext,
@@ -179,7 +163,7 @@ class _Follower:
                 return
             self._take(answer)
 
-    def _take(self, answer: GroupStart | GroupEnded) -> None:
+    def _take(self, answer: RankStart | GroupEnded) -> None:
         if isinstance(answer, GroupEnded):
             self.ended = f"rank {self._context.rank} has lost its optimizer actors: {answer.why}"
             self._context.close(self.ended)  # its loop may wait for them

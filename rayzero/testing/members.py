@@ -1,5 +1,5 @@
 """The members of ``run_ranks``: a rank's number, what its context says and how its loop ends; owners, as objects of
-this process, servers in this process, or processes of their own."""
+this process or servers in it for ranks that are threads, or processes of their own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from rayzero.config import ZeroConfig
-from rayzero.elastic.reform import Step
+from rayzero.elastic.reform import Step, hosts_without_owner
 from rayzero.engine.context import RankContext
 from rayzero.errors import RankLeftError, RayZeroError
 from rayzero.modes import load_compiler_only_to_compile
@@ -137,24 +137,21 @@ Reach = Callable[[OwnerTable, int, Recorder, int, int], ParameterStore]
 class ServedReach:
     """To owners behind servers."""
 
-    token: str = field(repr=False)
+    service: Service
     stall_timeout: float
-    share: Path | None
-    hosts: Mapping[str, Path] = field(default_factory=dict)  # see ``run_ranks``
     config: ZeroConfig
     outlives_owners: bool = False
-    world_size: int = 1
-    tls: Identity | None = None
 
     def __call__(self, table: OwnerTable, rank: int, recorder: Recorder, model: int, life: int) -> ParameterStore:
+        homes = self.service.homes_of_ranks
         terms = RankTerms(
-            token=self.token,
-            tls=self.tls,
+            token=self.service.token,
+            tls=self.service.tls,
             stall_timeout=self.stall_timeout,
             wire_compression=self.config.wire_compression,
-            share=self._host_of(rank),
-            host_push=self.config.pushes_for_host if self.share else "never",
-            ranks_here=self._ranks_with(rank),
+            share=homes[rank],
+            host_push=self.config.pushes_for_host if homes[rank] else "never",
+            ranks_here=[other for other, home in enumerate(homes) if home == homes[rank]],
             outlives_owners=self.outlives_owners,
             recorder=recorder,
             model=model,
@@ -162,22 +159,13 @@ class ServedReach:
         )
         return table.connect(rank, terms)
 
-    def _host_of(self, rank: int) -> Path | None:
-        return self.hosts.get(f"rank {rank}", self.share)
-
-    def _ranks_with(self, rank: int) -> list[int]:
-        return [other for other in range(self.world_size) if self._host_of(other) == self._host_of(rank)]
-
 
 @dataclass(slots=True)
 class OwnersHere:
-    """Owners that live as long as this process."""
+    """Owners that live as long as this process, for ranks that are its threads."""
 
-    connect: LivingConnect  # for ranks that are threads
+    connect: LivingConnect
     lose: Lose
-    reach: Reach | None = None  # for ranks that are processes; None: they cannot reach these owners
-    addresses: tuple[str, ...] = ()
-    ownership: Ownership | None = None  # who owns what; None: there are no doors
 
 
 @contextmanager
@@ -208,25 +196,40 @@ def local_owners(num_optimizers: int, beside_ranks: int, threads: int, stall_tim
 class Service:
     """What all owners behind servers have in common."""
 
-    num_owners: int  # all of them in the first epoch
-    beside: int = 0  # of them beside ranks, the last ones
-    doors: tuple[Path, ...] = ()  # where the owners before those make their slabs, which have no shards
+    num_optimizers: int  # owners with shards in the first epoch, but for those beside ranks
+    num_ranks: int
+    beside: int = 0  # owners beside ranks, which come last
     threads: int
     lineage: str  # of the run's states in shared memory
     share: Path | None  # where they make their slabs; None: they have private memory
     hosts: Mapping[str, Path] = field(default_factory=dict)  # see ``run_ranks``
     replaces_ranks: bool = False
+    replaces_owners: bool = False
     tls: Identity | None = None
     token: str = field(repr=False, default_factory=lambda: secrets.token_hex(16))
 
     @property
     def ownership(self) -> Ownership:
-        return Ownership(self.num_owners - self.beside, doors=len(self.doors))
+        doors = len(self.doors)
+        return Ownership(self.num_optimizers + doors, doors=doors)
+
+    @property
+    def doors(self) -> list[Path | None]:
+        """Where the owners without shards make their slabs: one on each host with ranks and no other owner."""
+        if self.share is None or self.beside:
+            return []
+        there = [self.home(owner, 0) for owner in range(self.num_optimizers)]
+        return hosts_without_owner(self.homes_of_ranks, there)
 
     def first_home(self, owner: int) -> Path | None:
         """Where an owner of the first epoch makes its slabs."""
         doors = dict(zip(self.ownership.door_numbers, self.doors, strict=True))
         return doors[owner] if owner in doors else self.home(owner, 0)
+
+    @property
+    def homes_of_ranks(self) -> list[Path | None]:
+        """Where each rank makes its slabs."""
+        return [self.hosts.get(f"rank {rank}", self.share) for rank in range(self.num_ranks)]
 
     def home(self, owner: int, life: int) -> Path | None:
         """Where an owner with shards makes its slabs in this life."""
@@ -244,14 +247,14 @@ class Service:
             succeeds=life > 0 or ownership.epoch > 0,
         )
 
-    def serve(self, models: HostedModels, *, replaces_owners: bool) -> OwnerServer:
+    def serve(self, models: HostedModels) -> OwnerServer:
         """A server in front of them."""
         return serve_models(
             models,
             token=self.token,
             tls=self.tls,
             replaces_ranks=self.replaces_ranks,
-            replaces_owners=replaces_owners,
+            replaces_owners=self.replaces_owners,
             lineage=self.lineage,
         )
 
@@ -272,10 +275,10 @@ def _carry_out(server: OwnerServer, order: tuple[Any, ...], pipe: Connection, se
 def served_owners(service: Service, reach: Reach) -> Iterator[OwnersHere]:
     with ExitStack() as stack:
         servers = []
-        for owner in range(service.num_owners):
+        for owner in range(service.ownership.num_owners + service.beside):
             models = service.host(owner, 0, service.ownership, service.first_home(owner))
             stack.callback(models.close)
-            servers.append(stack.enter_context(service.serve(models, replaces_owners=False)))
+            servers.append(stack.enter_context(service.serve(models)))
         addresses = tuple(server.address for server in servers)
         for server in servers:
             server.connect_peers(addresses)
@@ -284,8 +287,7 @@ def served_owners(service: Service, reach: Reach) -> Iterator[OwnersHere]:
             for server in servers:
                 server.lose(rank, life)
 
-        table = OwnerTable(addresses, service.ownership)
-        yield OwnersHere(partial(reach, table), lose, reach, addresses, service.ownership)
+        yield OwnersHere(partial(reach, OwnerTable(addresses, service.ownership)), lose)
 
 
 def serve_owner(
@@ -296,7 +298,7 @@ def serve_owner(
     load_compiler_only_to_compile()
     torch.set_num_threads(service.threads)
     models = service.host(owner, life, ownership, home)
-    with service.serve(models, replaces_owners=True) as server:
+    with service.serve(models) as server:
         pipe.send(server.address)
         sending = threading.Lock()
         try:

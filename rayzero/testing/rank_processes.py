@@ -1,4 +1,4 @@
-"""Ranks as processes, and owners too where a dead one gets a successor."""
+"""Ranks and owners as processes."""
 
 from __future__ import annotations
 
@@ -35,12 +35,10 @@ from rayzero.store.remote.owner_table import OwnerTable
 from rayzero.testing.members import (
     Ending,
     Loop,
-    OwnersHere,
     RankPlace,
     RankResult,
     Reach,
     Service,
-    T,
     outcome_of,
     results_of,
     serve_owner,
@@ -72,36 +70,8 @@ class FaultInjector(Protocol):
         """Called in each process before anything else; it is ``member`` in its ``life``."""
 
 
-@dataclass(frozen=True, slots=True)
-class OwnerProcesses:
-    """Owners that run in processes of their own."""
-
-    service: Service
-    reach: Reach
-    bound: bool  # their states die with them
-
-
-def run_processes(
-    fn: Loop[T],
-    places: Sequence[RankPlace],
-    owners: OwnersHere | OwnerProcesses,
-    max_failures: int,
-    stall_timeout: float,
-    faults: FaultInjector | None = None,
-    run_dir: Path | None = None,
-) -> list[T]:
-    """Run the loop on every rank; the results by rank. Members whose processes die are replaced, ``max_failures``
-    times in all. One that is stopped (SIGSTOP) for half of ``stall_timeout`` is killed, before others fail.
-    ``run_dir``: where requests for other owners are left (elastic/scaling.py)."""
-    run = _Run(fn, places, owners, max_failures, stall_timeout / 2, faults, run_dir)
-    try:
-        return results_of(run.outcomes())
-    finally:
-        run.close()
-
-
-class _Run:
-    """The processes of a run.
+class ForkedProcesses:
+    """The processes of a run: its ranks and owners.
 
     Knows processes and pipes; what a death means is decided by the ``Controller``, which a ``Supervisor`` asks."""
 
@@ -109,15 +79,21 @@ class _Run:
         self,
         fn: Loop[Any],
         places: Sequence[RankPlace],
-        owners: OwnersHere | OwnerProcesses,
+        service: Service,
+        reach: Reach,
         max_failures: int,
-        patience_s: float,
-        faults: FaultInjector | None,
-        run_dir: Path | None,
+        stall_timeout: float,
+        faults: FaultInjector | None = None,
+        run_dir: Path | None = None,
     ) -> None:
+        """Start the owners. ``reach``: how ranks reach them. Members whose processes die are replaced, ``max_failures``
+        times in all. One that is stopped (SIGSTOP) for half of ``stall_timeout`` is killed, before others fail.
+        ``run_dir``: where requests for other owners are left (elastic/scaling.py)."""
         self._run_dir = run_dir
-        self._fn, self._places, self._owners, self._faults = fn, places, owners, faults
-        self._sleepers = Sleepers[BaseProcess](patience_s if max_failures else math.inf)  # inf: nobody replaces them
+        self._fn, self._places, self._faults = fn, places, faults
+        self._service, self._reach = service, reach
+        patience_s = stall_timeout / 2 if max_failures else math.inf  # inf: nobody replaces them
+        self._sleepers = Sleepers[BaseProcess](patience_s)
         self._server, usual = multiprocessing.get_context("forkserver"), multiprocessing.get_start_method(True)
         self._server.set_forkserver_preload(PRELOADED)  # takes effect when the first process starts the server
         self._start_state = _Start(usual, dict(os.environ))
@@ -126,7 +102,8 @@ class _Run:
         self._children: dict[Process, BaseProcess] = {}  # freed by: close()
         self._dead: dict[Process, BaseProcess] = {}  # whose pipes have ended. freed by: close()
         self._parted: list[BaseProcess] = []  # owners that the run needs no more. freed by: close()
-        self._doors: dict[int, Path] = {}  # by number: where owners without shards make their slabs
+        doors = zip(service.ownership.door_numbers, service.doors, strict=True)
+        self._doors = dict(doors)  # by number: where owners without shards make their slabs
         self._outcomes: list[RankResult] = []
         self._failed_s: float | None = None  # when the first rank failed
         try:
@@ -134,43 +111,27 @@ class _Run:
         except BaseException:
             self.close()
             raise
-        beside = 0 if isinstance(owners, OwnersHere) else owners.service.beside
         controller = Controller(
             len(places),
             addresses,
             max_failures=max_failures,
-            bound=self._bound,
-            beside=beside,
-            ownership=self._first_ownership,
+            bound=frozenset(m for m in self._first_owners() if service.share is None or m.kind is MemberKind.BESIDE),
+            beside=service.beside,
+            ownership=service.ownership,
         )
         self._supervisor = Supervisor(controller, self)
 
-    @property
-    def _bound(self) -> frozenset[MemberId]:
-        if isinstance(self._owners, OwnersHere):
-            return frozenset()
-        return frozenset(m for m in self._first_owners() if self._owners.bound or m.kind is MemberKind.BESIDE)
-
-    @property
-    def _first_ownership(self) -> Ownership | None:
-        return self._owners.ownership if isinstance(self._owners, OwnersHere) else self._owners.service.ownership
-
     def _first_owners(self) -> list[MemberId]:
         """The owners of the first epoch, in the order of their numbers."""
-        assert isinstance(self._owners, OwnerProcesses)
-        on_host, beside = self._owners.service.num_owners - self._owners.service.beside, self._owners.service.beside
         return [
-            *(MemberId(MemberKind.OWNER, owner) for owner in range(on_host)),
-            *(MemberId(MemberKind.BESIDE, rank) for rank in range(beside)),
+            *(MemberId(MemberKind.OWNER, owner) for owner in range(self._service.ownership.num_owners)),
+            *(MemberId(MemberKind.BESIDE, rank) for rank in range(self._service.beside)),
         ]
 
     def _start_owners(self) -> tuple[str, ...]:
-        if isinstance(self._owners, OwnersHere):
-            return self._owners.addresses
-        service, owners = self._owners.service, [Process(member, 0) for member in self._first_owners()]
-        self._doors = dict(zip(service.ownership.door_numbers, service.doors, strict=True))
+        owners = [Process(member, 0) for member in self._first_owners()]
         for owner in owners:
-            self.start(owner, service.ownership)
+            self.start(owner, self._service.ownership)
         addresses = tuple(self._first_word(owner) for owner in owners)
         for owner in owners:
             self.call((owner,), "connect_peers", addresses)
@@ -185,9 +146,9 @@ class _Run:
 
     # ---- until the loops have ended
 
-    def outcomes(self) -> list[RankResult]:
-        """Run the ranks. Returns their outcomes in the order in which they end, until all have ended or one has failed;
-        if that one says that another has left, until that one has said why."""
+    def results(self) -> list[Any]:
+        """Run the loop on every rank, until all have ended or one has failed; if that one says that another has left,
+        until that one has said why. Returns the results by rank."""
         controller = self._supervisor.controller
         for place in self._places:
             rank = Process(MemberId(MemberKind.RANK, place.rank), 0)
@@ -199,7 +160,7 @@ class _Run:
                 self._take(pipe)
             self._end_sleepers()
             self._take_request()
-        return self._outcomes
+        return results_of(self._outcomes)
 
     def _has_failed(self, now: float) -> bool:
         errors = [outcome.error for outcome in self._outcomes if outcome.error is not None]
@@ -246,17 +207,15 @@ class _Run:
 
     def _with_doors(self, change: Rescale, before: Ownership) -> Rescale:
         """A change of the owners with shards, with the doors that it takes. ``before``: who owns what until then."""
-        assert isinstance(self._owners, OwnerProcesses)
-        service, life = self._owners.service, self._supervisor.controller.last_life
-        if service.beside or self._owners.bound:
+        service, life = self._service, self._supervisor.controller.last_life
+        if service.beside or service.share is None:
             return change
         ids = [MemberId(MemberKind.OWNER, owner) for owner in range(max(len(change.former), before.num_optimizers))]
         after = [service.home(i, life(ids[i]) + (was is None)) for i, was in enumerate(change.former)]
         there = [*(service.home(i, life(ids[i])) for i in range(before.num_optimizers))]
         there += [self._doors[door] for door in before.door_numbers]
-        ranks = [service.hosts.get(f"rank {rank}", service.share) for rank in range(len(self._places))]
-        whole, joining = with_doors(change, after, ranks=ranks, there=there, before=before)
-        self._doors |= {door: home for door, home in joining.items() if home is not None}
+        whole, joining = with_doors(change, after, ranks=service.homes_of_ranks, there=there, before=before)
+        self._doors |= joining
         return whole
 
     def _end_sleepers(self) -> None:
@@ -311,13 +270,10 @@ class _Run:
             self._pipes[process].send(what)
 
     def _rank(self, rank: int, life: int) -> Any:
-        assert self._owners.reach is not None, "ranks in other processes cannot reach these owners"
-        follows = isinstance(self._owners, OwnerProcesses)
-        return partial(_be_rank, self._fn, self._places[rank], self._owners.reach, life, follows)
+        return partial(_be_rank, self._fn, self._places[rank], self._reach, life)
 
     def _owner(self, member: MemberId, life: int, ownership: Ownership) -> Any:
-        assert isinstance(self._owners, OwnerProcesses)
-        service = self._owners.service
+        service = self._service
         number = member.index if member.kind is MemberKind.OWNER else self._first_owners().index(member)
         home = self._doors[number] if number in ownership.door_numbers else service.home(number, life)
         return partial(serve_owner, service, number, life, ownership, home)
@@ -367,16 +323,14 @@ def _child(start: _Start, faults: FaultInjector | None, process: Process, be: An
     be(pipe)
 
 
-def _be_rank(fn: Loop[Any], place: RankPlace, reach: Reach, life: int, follows: bool, pipe: Connection) -> None:
-    """``follows``: owners may get successors."""
+def _be_rank(fn: Loop[Any], place: RankPlace, reach: Reach, life: int, pipe: Connection) -> None:
     load_compiler_only_to_compile()
     map_blocks()
     torch.set_num_threads(place.threads)
     pipe.send("")
     addresses, ownership = pipe.recv()
     table, sending = OwnerTable(addresses, ownership), threading.Lock()
-    if follows:
-        threading.Thread(target=_follow, args=(table, pipe, sending), name="rayzero-owner-table", daemon=True).start()
+    threading.Thread(target=_follow, args=(table, pipe, sending), name="rayzero-owner-table", daemon=True).start()
     with running_in(place.context(partial(reach, table), Ending(), life)) as context:
         outcome = outcome_of(fn, context)
         with sending:

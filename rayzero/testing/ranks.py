@@ -28,7 +28,7 @@ from typing import Literal
 from rayzero.config import ZeroConfig
 from rayzero.elastic.controller import Controller
 from rayzero.elastic.members import MemberId, MemberKind, Process
-from rayzero.elastic.reform import Call, hosts_without_owner
+from rayzero.elastic.reform import Call
 from rayzero.engine.context import RankContext, running_in
 from rayzero.errors import ConfigError
 from rayzero.protocol.ownership import device_owners
@@ -54,7 +54,7 @@ from rayzero.testing.members import (
     results_of,
     served_owners,
 )
-from rayzero.testing.rank_processes import FaultInjector, OwnerProcesses, run_processes
+from rayzero.testing.rank_processes import FaultInjector, ForkedProcesses
 
 Transport = Literal["inproc", "grpc", "shm"]
 
@@ -78,8 +78,8 @@ def run_ranks(
 ) -> list[T]:
     """Call ``fn(ctx)`` on ``world_size`` ranks with ``num_optimizers`` owners. Returns the ranks' results by rank.
 
-    processes: start a process per rank. ``fn`` and its results must then be picklable, and ``transport`` must not be
-        "inproc".
+    processes: start a process per rank and per owner. ``fn`` and its results must then be picklable, and ``transport``
+        must not be "inproc".
     transport: "inproc": owners are plain objects in this process; "grpc": they are behind servers; "shm": behind
         servers and with shared memory; or a function (rank, recorder, model) that connects a rank to owners of your
         own, where model is 0 for its first prepared model, 1 for its second, and so on.
@@ -91,10 +91,9 @@ def run_ranks(
     stall_timeout: seconds that a rank waits for a peer that makes no progress.
     max_failures: how many deaths in all the run outlives. A rank dies as a process that is killed, or a thread that
         raises ``Killed``: its loop begins anew and repeats the step that it died in (``rayzero.track``), while the
-        others wait. With processes=True owners are processes too, and an owner that is killed gets a successor. A loop
-        that raises any other error has failed, and is not started again.
-    faults: lets something go wrong in the ranks' and owners' processes, for tests. Owners are processes only with
-        max_failures > 0.
+        others wait. With processes=True an owner that is killed gets a successor. A loop that raises any other error
+        has failed, and is not started again.
+    faults: lets something go wrong in the ranks' and owners' processes, for tests.
     hosts: by member ("rank 0", "optimizer 1", "optimizer 1 in life 2"), the directory for its shared memory, in place
         of /dev/shm. Members with different directories share none, as on different hosts. Only with transport="shm".
         A directory with ranks and no optimizer gets one without shards, whose number is the next one.
@@ -133,66 +132,47 @@ def run_ranks(
     beside_ranks = device_owners(world_size, settings.host_fraction)
     share = SHARED_MEMORY if transport == "shm" else None
     homes = dict(hosts or {}) if share is not None else {}
-    doors = [] if beside_ranks else _doors(world_size, num_optimizers, homes)
-    if faults is not None:
-        here = num_optimizers + len(doors) if max_failures else 0
-        faults.check(world_size, here if run_dir is None or not max_failures else None)
-    if callable(transport):
-        owners = _reached_by(transport)
-        if processes:
-            return run_processes(fn, places, owners, 0, stall_timeout, faults)
-        return run_threads(fn, places, owners, 0)
     if transport == "inproc":
         with local_owners(num_optimizers, beside_ranks, threads, stall_timeout) as owners:
             return run_threads(fn, places, owners, max_failures)
+    own = transport if callable(transport) else None
     replaces = max_failures > 0
     shown = _certificate_of_all(run) if tls else None
     service = Service(
-        num_owners=num_optimizers + len(doors) + beside_ranks,
-        beside=beside_ranks,
-        doors=tuple(doors),
+        num_optimizers=num_optimizers if own is None else 0,
+        num_ranks=world_size,
+        beside=beside_ranks if own is None else 0,
         threads=threads,
         share=share,
         hosts=homes,
         lineage=run,
         replaces_ranks=replaces,
+        replaces_owners=processes and replaces,
         tls=shown,
     )
-    reach = ServedReach(
-        token=service.token,
+    if faults is not None:
+        faults.check(world_size, None if run_dir is not None and replaces else service.ownership.num_owners)
+    served = ServedReach(
+        service=service,
         stall_timeout=stall_timeout,
-        share=share,
-        hosts=homes,
         config=settings,
         outlives_owners=processes and replaces and share is not None,
-        world_size=world_size,
-        tls=shown,
     )
+    reach = served if own is None else partial(_connect, own)
+    directories = set[Path]() if share is None else {share, *homes.values()}
     try:
-        if processes and replaces:
-            alone = OwnerProcesses(service, reach, bound=share is None)
-            directories = set[Path]() if share is None else {share, *homes.values()}
-            with ExitStack() as held:  # else another run's sweep takes what a host has whose members are all dead
-                for directory in directories:
-                    held.enter_context(closing(Hold(directory, run)))
-                return run_processes(fn, places, alone, max_failures, stall_timeout, faults, run_dir)
-        with served_owners(service, reach) as owners:
-            if processes:
-                return run_processes(fn, places, owners, max_failures, stall_timeout, faults)
-            return run_threads(fn, places, owners, max_failures)
+        if not processes:
+            with served_owners(service, reach) as owners:
+                return run_threads(fn, places, owners, max_failures)
+        with ExitStack() as held:  # else another run's sweep takes what a host has whose members are all dead
+            for directory in directories:
+                held.enter_context(closing(Hold(directory, run)))
+            requests = run_dir if replaces else None
+            members = ForkedProcesses(fn, places, service, reach, max_failures, stall_timeout, faults, requests)
+            return held.enter_context(closing(members)).results()
     finally:
-        if share is not None:  # remove what processes that were ended in the middle have left
-            for directory in {share, *homes.values()}:
-                sweep(directory)
-
-
-def _doors(world_size: int, num_optimizers: int, homes: Mapping[str, Path]) -> list[Path]:
-    """Where owners without shards are to be. ``homes``: by member, where it makes its slabs, if not in /dev/shm."""
-
-    def of(kind: str, number: int) -> list[Path]:
-        return [homes.get(f"{kind} {index}", SHARED_MEMORY) for index in range(number)]
-
-    return hosts_without_owner(of("rank", world_size), of("optimizer", num_optimizers))
+        for directory in directories:  # remove what processes that were ended in the middle have left
+            sweep(directory)
 
 
 def _certificate_of_all(run: str) -> Identity:
@@ -202,14 +182,8 @@ def _certificate_of_all(run: str) -> Identity:
     return Identity(Authority(run, on_loopback=True).issue("every process", [OWNER, ANY_RANK]))
 
 
-def _reached_by(own: Connect) -> OwnersHere:
-    """Owners of the caller's own, who know no lives."""
-    return OwnersHere(partial(_connect, own, None), lambda rank, life: None, partial(_connect, own))
-
-
-def _connect(
-    own: Connect, table: OwnerTable | None, rank: int, recorder: Recorder, model: int, life: int
-) -> ParameterStore:
+def _connect(own: Connect, table: OwnerTable, rank: int, recorder: Recorder, model: int, life: int) -> ParameterStore:
+    """A ``Reach`` to owners of the caller's own, who know no lives."""
     return own(rank, recorder, model)
 
 

@@ -48,21 +48,21 @@ def chosen(run: DeadRun | None, **fields: Any) -> Continuation | Lost:
 
 
 def test_a_run_that_left_everything_goes_on_from_its_last_decided_step() -> None:
-    assert chosen(RUN) == Continuation(step=5, life=3, repeats=False)
+    assert chosen(RUN) == Continuation(step=5, life=3, repeats=None)
 
 
 def test_what_was_decided_and_not_applied_is_redone() -> None:
     behind = replace(RUN, shards=(shard(0), shard(1, published=4, applied=4, tiles=(10, 8))))
-    assert chosen(behind) == Continuation(step=5, life=3, repeats=False)
+    assert chosen(behind) == Continuation(step=5, life=3, repeats=None)
 
 
 def test_all_ranks_repeat_the_end_of_an_iteration_that_one_had_not_ended() -> None:
     committed = frozenset({(5, AT_COMMIT)})
     ahead = whole(4) | whole(5) | {(6, AT_COMMIT)}
-    repeated = Continuation(step=5, life=3, repeats=True)
+    repeated = Continuation(step=5, life=3, repeats=5)
     assert chosen(replace(RUN, loops={0: ahead, 1: whole(4) | committed})) == repeated
     first = replace(RUN, began=4, loops={0: committed, 1: whole(5)})  # the loop begins as it began, to repeat that step
-    assert chosen(first) == Continuation(step=5, life=3, repeats=True)
+    assert chosen(first) == Continuation(step=5, life=3, repeats=5)
 
 
 @pytest.mark.parametrize("lives", [(0, 1, 2), (0, 1)], ids=["a door has left its slab", "none"])
@@ -75,7 +75,7 @@ def test_an_optimizer_without_shards_is_none_that_is_asked_for_and_the_next_run_
     ownership: Ownership, optimizers: int, lives: tuple[int, ...]
 ) -> None:
     left = Left(run=replace(RUN, num_owners=3, ownership=ownership, lives=lives))
-    goes_on = Continuation(step=5, life=3, repeats=False, ownership=ownership)
+    goes_on = Continuation(step=5, life=3, repeats=None, ownership=ownership)
     assert [choose(left, num_workers=2, num_owners=num) for num in (optimizers, 2)] == [goes_on, goes_on]
     assert isinstance(choose(left, num_workers=2, num_owners=4), Lost)
 

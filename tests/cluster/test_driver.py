@@ -58,8 +58,9 @@ class EndedRun:
         self.ownership = None
         self.spares = SimpleNamespace(calls=[])
         self.everybody: list[str] = []
+        self.remains = None
         self.owners: dict[str, Any] = {}
-        self.certificates = SimpleNamespace(warnings=[], of_follower=lambda: FollowerKey(token="secret"))
+        self.certificates = SimpleNamespace(token="t", warnings=[], of_follower=lambda: FollowerKey(token="secret"))
         self.local = LocalProcesses()
         self.moves: list[RunState] = []
 

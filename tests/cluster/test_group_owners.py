@@ -12,8 +12,9 @@ import pytest
 
 from rayzero.cluster import group_owners
 from rayzero.cluster.continuation import Lost
-from rayzero.cluster.group_owners import GroupEnded, GroupOwners, GroupStart, WorkerGroup, WorkerGroups
+from rayzero.cluster.group_owners import GroupEnded, GroupOwners, WorkerGroup, WorkerGroups
 from rayzero.cluster.nodes.resources import Node, files_of_owner
+from rayzero.cluster.processes.rank_worker import RankStart
 from rayzero.cluster.run import Member
 from rayzero.cluster.run_actors import RunActors
 from rayzero.config import ZeroConfig
@@ -78,8 +79,7 @@ def answer_into(told: list[tuple[str, Any]], made: GroupOwners, actors: RunActor
     ownership, certificates = Ownership(2), SimpleNamespace(token="t", of_rank=lambda _: None)
     made._actors, made._controller = actors, SimpleNamespace(addresses=(), ownership=ownership)  # type: ignore[assignment]
     actors.certificates, actors._roster = certificates, SimpleNamespace(num_beside=0)  # type: ignore[assignment]
-    answer = SimpleNamespace(remote=lambda *what: told.append(what))
-    made.groups, made._tell = SimpleNamespace(fail=answer, open=answer), lambda call: None  # type: ignore[method-assign]
+    made._tell = lambda group, answer: told.append((group.name, answer))  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_a_group_whose_door_does_not_start_hears_why_and_the_next_one_is_given_o
 
     monkeypatch.setattr(made, "_change_owners", change)
     made._open(group("a", "first", "b"))
-    assert told == [("a", "optimizer 2 died")]
+    assert told == [("a", GroupEnded(why="optimizer 2 died"))]
     made._open(group("b", "first", "a"))
     assert (changed, told[1][0]) == ([["b"], []], "b")
 
@@ -134,10 +134,10 @@ def test_a_group_whose_ranks_need_more_files_than_an_optimizer_may_open_is_refus
     }
     answer_into(told, made, actors)
     made._open(replace(group("a", "first"), world_size=101))
-    ((name, why),) = told
+    ((name, ended),) = told
     assert name == "a"
-    assert "optimizer 0 on node h may have" in why
-    assert "with 101 ranks and 2 optimizers it may need" in why
+    assert "optimizer 0 on node h may have" in ended.why
+    assert "with 101 ranks and 2 optimizers it may need" in ended.why
     made._open(replace(group("b", "first"), world_size=100))
     ((opened, start),) = told[1:]
     assert (opened, start.addresses) == ("b", ())
@@ -155,9 +155,9 @@ def test_what_is_left_is_held_until_the_owners_end() -> None:
 # ---- what the actor between ranks and the driver answers, and when
 
 
-def start(*addresses: str) -> GroupStart:
+def start(*addresses: str) -> RankStart:
     ownership = Ownership(len(addresses))
-    return GroupStart(
+    return RankStart(
         addresses=addresses, ownership=ownership, lineage="l", life=0, repeats=None, resume=None, token="t"
     )
 
@@ -178,7 +178,7 @@ def test_ranks_wait_until_the_driver_has_opened_their_group() -> None:
         first = asyncio.create_task(groups.join(group("a", "demo"), 0, "pid 1"))
         assert await soon(groups.next_group(None)) == group("a", "demo")
         assert await waits(first)
-        await groups.open("a", start("x", "y"))
+        await groups.tell("a", start("x", "y"))
         assert await soon(first) == start("x", "y")
         assert await soon(groups.join(group("a", "demo"), 1, "pid 2")) == start("x", "y")
 
@@ -197,9 +197,9 @@ def test_a_newer_group_ends_the_one_before_it() -> None:
         assert await soon(news) == group("b", "demo")
         for told in (old, moved, groups.join(group("a", "demo"), 1, "pid 2")):
             assert "another group of workers" in (await soon(told)).why
-        await groups.open("a", start("x"))
+        await groups.tell("a", start("x"))
         assert await waits(new), "that was for the group before"
-        await groups.open("b", start("z"))
+        await groups.tell("b", start("z"))
         assert await soon(new) == start("z")
 
     asyncio.run(story())
@@ -210,22 +210,22 @@ def test_ranks_learn_that_an_owner_has_moved_of_new_certificates_and_that_owners
         groups = WorkerGroups()
         joined = asyncio.create_task(groups.join(group("a", "demo"), 0, "pid 1"))
         await soon(groups.next_group(None))
-        await groups.open("a", start("x", "y"))
+        await groups.tell("a", start("x", "y"))
         await soon(joined)
         moved = asyncio.create_task(groups.news("a", start("x", "y")))
         assert await waits(moved)
-        await groups.open("a", start("x", "z"))
+        await groups.tell("a", start("x", "z"))
         assert await soon(moved) == start("x", "z")
         shown = Authority("demo", on_loopback=False).issue("any rank", [ANY_RANK])
         renewed = asyncio.create_task(groups.news("a", start("x", "z")))
         assert await waits(renewed)
         now = replace(start("x", "z"), tls=shown)
-        await groups.open("a", now)
+        await groups.tell("a", now)
         assert await soon(renewed) == now
         assert await soon(groups.join(group("a", "demo"), 1, "pid 2")) == now, "who comes later begins with it"
         lost = asyncio.create_task(groups.news("a", now))
         assert await waits(lost)
-        await groups.fail("a", "optimizer 1 died")
+        await groups.tell("a", GroupEnded(why="optimizer 1 died"))
         assert await soon(lost) == GroupEnded(why="optimizer 1 died")
         again = asyncio.create_task(groups.join(group("b", "demo"), 0, "pid 2"))
         assert await waits(again), "the next group may get others"
@@ -242,10 +242,10 @@ def test_one_worker_that_is_started_again_alone_is_refused(opened: bool) -> None
         joined = asyncio.create_task(groups.join(group("a", "demo"), 0, "pid 1"))
         await soon(groups.next_group(None))
         if opened:
-            await groups.open("a", start("x"))
+            await groups.tell("a", start("x"))
         refused = await soon(groups.join(group("a", "demo"), 0, "pid 2"))
         assert refused.why.startswith("rank 0 was pid 1 and is now pid 2, in the same group of workers")
-        await groups.open("a", start("x"))
+        await groups.tell("a", start("x"))
         assert await soon(joined) == start("x")
 
     asyncio.run(story())

@@ -235,7 +235,7 @@ def test_what_a_dead_owner_leaves_waits_for_its_successor_while_the_driver_lives
 def test_states_that_a_run_can_go_on_from_are_kept_for_a_while(tmp_path):
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY, prefix="test-") as folder:
         slabs, keep = Path(folder), KeptStates(run=RUN, lineage=LINEAGE, seconds=3)
-        goes_on = Continuation(step=2, life=1, repeats=True, ownership=Ownership(2))
+        goes_on = Continuation(step=2, life=1, repeats=2, ownership=Ownership(2))
         killed_once(slabs, tmp_path)
         clearing = threading.Thread(target=clear_up, args=([], slabs, None), kwargs={"keep": keep})
         clearing.start()
@@ -245,7 +245,7 @@ def test_states_that_a_run_can_go_on_from_are_kept_for_a_while(tmp_path):
         assert held.until is not None
         assert 0 < held.until - time.time() < 60
         assert sweep(slabs) == [], "another run starts"
-        assert what_is_left(RUN, LINEAGE, slabs) in (goes_on, replace(goes_on, repeats=False))
+        assert what_is_left(RUN, LINEAGE, slabs) in (goes_on, replace(goes_on, repeats=None))
         clearing.join(60)
         assert left(slabs) == []
 

@@ -119,7 +119,7 @@ def test_the_janitor_hears_of_all_each_time_somebody_comes(
             closed.append(True)
 
     first, second = start("rank 0", "rank 1").values()
-    local.give_janitor(Janitor())  # type: ignore[arg-type]
+    local.janitor = Janitor()  # type: ignore[assignment]
     local.find({"rank 0": first}, HERE)
     local.find({"rank 1": second}, HERE)
     assert told == [[first.pid], [first.pid, second.pid]]

@@ -317,7 +317,7 @@ def stubborn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., N
         code = STUBBORN.format(opens=opens, logs=logs)
         patch = f"import os, time\nwhile not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)\n"
         patch += "import rayzero.cluster.files.logger_reporter as p; named = {}\n"
-        patch += f"exec({code!r}, named); p._CLASSES['tensorboard'] = named['TensorBoardReporter']\n"
+        patch += f"exec({code!r}, named); p.REPORTERS['tensorboard'] = named['TensorBoardReporter']\n"
         (tmp_path / "sitecustomize.py").write_text(patch)
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(Path(rayzero.__file__).parents[1])]))
 

@@ -12,7 +12,6 @@ import ray
 from rayzero.cluster import roster as spares_module
 from rayzero.cluster.nodes.resources import ResourcePlan, Share
 from rayzero.cluster.processes.owner_process import OwnerSettings
-from rayzero.cluster.processes.process_exporter import LOOPBACK
 from rayzero.cluster.roster import Certificates, Exporters, OwnerRoster, Spares, plan_exporters
 from rayzero.cluster.run import Member, actor_name, optimizer_name, rank_name
 from rayzero.config import SecurityConfig, TelemetryConfig
@@ -70,7 +69,7 @@ def test_optimizers_come_first_and_owners_beside_ranks_have_the_ranks_device_and
 
 def test_a_successor_is_told_so_and_gets_its_own_certificate(certificates: Certificates) -> None:
     roster = roster_of(certificates)
-    before, successor = settings(roster, "optimizer 1"), roster.of_successor(1)
+    before, successor = settings(roster, "optimizer 1"), roster.of_joining(1, roster.ownership)
     assert replace(successor, succeeds=False, tls=None) == replace(before, tls=None)
     assert successor.succeeds
     assert successor.tls not in (None, before.tls)
@@ -78,16 +77,16 @@ def test_a_successor_is_told_so_and_gets_its_own_certificate(certificates: Certi
 
 def test_the_next_epoch_is_that_of_all_who_take_a_place_later(certificates: Certificates) -> None:
     roster = roster_of(certificates, "cpu")
-    roster.listen(dict.fromkeys(roster.names, LOOPBACK))
     next_one = Ownership(3).then(Rescale.to(4, 3))
     joins = roster.of_joining(3, next_one)
     assert (joins.owner, joins.num_owners, joins.ownership, joins.succeeds) == (3, 6, next_one, True)
-    roster.listen({"optimizer 3": "10.0.0.7"})
     roster.begin_epoch(next_one)
     assert roster.names == ["optimizer 0", "optimizer 1", "optimizer 2", "optimizer 3", "rank 0", "rank 1"]
-    assert (roster.host("optimizer 3"), "optimizer 3" in roster.on_loopback) == ("10.0.0.7", False)
     for owner in range(4):
-        assert (roster.of_successor(owner).num_owners, roster.of_successor(owner).ownership) == (6, next_one)
+        assert (
+            roster.of_joining(owner, roster.ownership).num_owners,
+            roster.of_joining(owner, roster.ownership).ownership,
+        ) == (6, next_one)
     roster.begin_epoch(next_one.then(Rescale.to(3, 4)))
     assert (len(roster.names), roster.of("optimizer 3")) == (5, None)
 
@@ -101,15 +100,6 @@ def test_an_optimizer_without_shards_has_one_thread_and_the_number_behind_those_
     assert roster.with_shards == ["optimizer 0", "optimizer 1", "optimizer 2"]
     fewer = Ownership(4, doors=1).then(Rescale((0, None), 1))
     assert [roster.of_joining(owner, fewer).threads for owner in (0, 1)] == [3, 1]
-
-
-def test_who_listens_at_its_node_is_not_on_loopback_any_more(certificates: Certificates) -> None:
-    roster = roster_of(certificates)
-    roster.listen(dict.fromkeys(roster.names, LOOPBACK))
-    roster.listen({"optimizer 0": "10.0.0.7", "optimizer 2": "10.0.0.8"})
-    assert roster.on_loopback == ["optimizer 1"]
-    roster.leave("optimizer 1")
-    assert roster.on_loopback == []
 
 
 # ---- Spares: processes that wait to become successors, and die without a word before that.

@@ -20,6 +20,7 @@ from rayzero.cluster.processes.coordinator import Received
 from rayzero.cluster.processes.owner_process import MemberProcess, OptimizerActor
 from rayzero.cluster.processes.rank_worker import (
     RankSettings,
+    RankStart,
     RankWorker,
     ReportChannel,
     ReportGauges,
@@ -44,16 +45,16 @@ def test_a_loop_that_is_late_finds_the_owners_that_have_moved_meanwhile(monkeypa
     """Its config may take long to come, and an owner may die in the meantime."""
     seen: list[list[str]] = []
 
-    def connected(rank: int, table: Any, **settings: Any) -> None:
+    def connected(rank: int, table: Any, model: int, **settings: Any) -> None:
         seen.append(list(table._addresses))
 
     monkeypatch.setattr(rank_worker, "connect_store", connected)
     worker = RankWorker(0, 1, None)
     worker.succeed(1, "c:3")
+    start = RankStart(addresses=("a:1", "b:2"), ownership=Ownership(2), lineage="line", resume=None, token="secret")
     settings = RankSettings(
-        ranks_here=(0,),
-        rank=0, world_size=1, run="demo", run_dir=tmp_path, resume=None, on_checkpoint_error="warn", use_gpu=False,
-        bind_numa=False, config=ZeroConfig(), addresses=("a:1", "b:2"), lineage="line", token="secret",
+        ranks_here=(0,), rank=0, world_size=1, run="demo", run_dir=tmp_path, on_checkpoint_error="warn", use_gpu=False,
+        bind_numa=False, config=ZeroConfig(), start=start,
     )  # fmt: skip
     outcome = worker.run(settings, pack_loop(connect, None), coordinator=None)
     assert outcome.failure is None

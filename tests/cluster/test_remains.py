@@ -57,6 +57,6 @@ def test_the_end_of_a_run_removes_what_its_killed_processes_have_left(
     actors = RunActors("r", SimpleNamespace(plan=None), None)  # type: ignore[arg-type]
     killed, hold = leave(tmp_path, "one"), Hold(tmp_path, "one")
     actors._share = tmp_path
-    actors.local.give_janitor(hold)  # type: ignore[arg-type]
+    actors.local.janitor = hold  # type: ignore[assignment]
     actors.end(politely=False)
     assert not killed.exists()

@@ -14,7 +14,6 @@ import ray
 from rayzero.cluster import run_actors as module
 from rayzero.cluster.actor_calls import Tries
 from rayzero.cluster.driver import _see_storage
-from rayzero.cluster.processes.process_exporter import LOOPBACK
 from rayzero.cluster.run import Member, optimizer_name, rank_name
 from rayzero.cluster.run_actors import RunActors
 from rayzero.errors import ConfigError
@@ -37,6 +36,10 @@ class Actor:
     @property
     def sees(self) -> Any:
         return _method(lambda path: self.seeing and Path(path).parent == FOLDER)
+
+    @property
+    def listen(self) -> Any:
+        return _method(lambda host: f"{host}:7")
 
     @property
     def tensor_address(self) -> Any:
@@ -131,10 +134,10 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[str, tuple[str, ..
     return found
 
 
-def joining(node: str, host: str | None = None) -> Any:
+def joining(node: str) -> Any:
     member = Member(who="optimizer 2", pid=8, node=node, host=f"address of {node}")
     process = "optimizer 2 (joins)"
-    return SimpleNamespace(who="optimizer 2", process=process, actor=Actor(), node=node, host=host, member=member)
+    return SimpleNamespace(who="optimizer 2", process=process, actor=Actor(), node=node, member=member)
 
 
 def test_every_other_host_tries_an_owner_that_joins_and_that_one_all_others(tried: dict[str, Any]) -> None:
@@ -148,5 +151,15 @@ def test_every_other_host_tries_an_owner_that_joins_and_that_one_all_others(trie
 
 
 def test_nobody_tries_where_all_are_on_one_host(tried: dict[str, Any]) -> None:
-    run_on(["a"], ["a"]).try_to_reach(joining("a", LOOPBACK), "127.0.0.1:2", ["127.0.0.1:0"])
+    actors = run_on(["a"], ["a"])
+    actors._on_loopback = True
+    actors.try_to_reach(joining("a"), "127.0.0.1:2", ["127.0.0.1:0"])
     assert tried == {}
+
+
+def test_owners_listen_at_their_nodes_too_once_there_are_to_be_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "get", lambda calls, timeout: [call.answer for call in calls])
+    actors = run_on(["a"], ["a", "a"])
+    actors._on_loopback = True
+    assert actors.listen_at_nodes(["127.0.0.1:0", "127.0.0.1:1"]) == ("address of a:7", "address of a:7")
+    assert actors.listen_at_nodes(["address of a:7", "address of a:8"]) == ("address of a:7", "address of a:8")

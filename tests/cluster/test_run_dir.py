@@ -295,7 +295,7 @@ def test_the_record_is_written_whole(tmp_path):
     assert read_record(directory.path) is None
     directory.write_record(run_record(RunState.RUNNING))
     directory.write_record(run_record(RunState.FINISHED))
-    assert read_record(directory.path) == run_record(RunState.FINISHED).plain()
+    assert read_record(directory.path) == run_record(RunState.FINISHED).model_dump()
     assert sorted(p.name for p in directory.path.iterdir()) == [".lock", "checkpoints", "run.json"]
 
 

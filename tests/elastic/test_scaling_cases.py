@@ -8,7 +8,8 @@ import functools
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from rayzero.store.remote.owner_table import OwnerTable
 from rayzero.telemetry.recorder import Recorder
 from rayzero.testing import run_ranks
 from rayzero.testing.members import RankPlace, ServedReach, Service
-from rayzero.testing.rank_processes import OwnerProcesses, run_processes
+from rayzero.testing.rank_processes import ForkedProcesses
 from tests.support import needs
 from tests.support.waiting import until
 
@@ -192,9 +193,17 @@ class MixedReach:
 def test_ranks_over_grpc_send_again_what_the_next_owners_lack(tmp_path: Path, far: set[int], steps: int) -> None:
     config = ZeroConfig(units=UNITS, gradient_accumulation_steps=steps)
     loop = Training(base=seeded(Small, 3), folder=tmp_path, wanted={2: 4, 5: 1, 8: 3}, config=config)
-    service = Service(num_owners=2, threads=1, lineage="", share=SHARED_MEMORY, replaces_ranks=True)
+    service = Service(
+        num_optimizers=2,
+        num_ranks=2,
+        threads=1,
+        lineage="",
+        share=SHARED_MEMORY,
+        replaces_ranks=True,
+        replaces_owners=True,
+    )
     reaches = [
-        ServedReach(token=service.token, stall_timeout=30.0, share=share, config=config, outlives_owners=True)
+        ServedReach(service=replace(service, share=share), stall_timeout=30.0, config=config, outlives_owners=True)
         for share in (SHARED_MEMORY, None)
     ]
     run = f"mixed-{tmp_path.name}"
@@ -202,8 +211,9 @@ def test_ranks_over_grpc_send_again_what_the_next_owners_lack(tmp_path: Path, fa
         RankPlace(rank=rank, world_size=2, run=run, lineage="", config=None, resume=None, run_dir=tmp_path, threads=1)
         for rank in range(2)
     ]
-    owners = OwnerProcesses(service, MixedReach(*reaches, frozenset(far)), bound=False)
-    found = run_processes(loop, places, owners, 1, 30.0, run_dir=tmp_path)
+    reach = MixedReach(*reaches, frozenset(far))
+    with closing(ForkedProcesses(loop, places, service, reach, 1, 30.0, run_dir=tmp_path)) as members:
+        found = members.results()
     sweep()
     plain = Training(base=seeded(Small, 3), folder=tmp_path, wanted={}, config=config)
     assert_same(found, run_ranks(plain, 2, 2))

@@ -5,7 +5,6 @@ That TorchTrainer trains with them: test_ray_train_deaths.py."""
 from __future__ import annotations
 
 import itertools
-import os
 import re
 import threading
 from collections.abc import Iterator
@@ -21,7 +20,8 @@ from engine.models import Net, fit, same_bits, seeded
 
 import rayzero
 from rayzero import ZeroConfig
-from rayzero.cluster.group_owners import GroupEnded, GroupStart, WorkerGroup
+from rayzero.cluster.group_owners import GroupEnded, WorkerGroup
+from rayzero.cluster.processes.rank_worker import RankStart
 from rayzero.engine.checkpoint import chosen_resume
 from rayzero.errors import ConfigError, RunFailedError, UnsupportedError
 from rayzero.integrations import ray_train
@@ -57,25 +57,25 @@ def test_what_needs_owners_in_the_workers_is_refused_before_ray_starts(
 class Told:
     """What a worker asks for its owners, without an actor: answers at once, and can say that they have moved."""
 
-    def __init__(self, start: GroupStart | GroupEnded) -> None:
+    def __init__(self, start: RankStart | GroupEnded) -> None:
         self.start = start
         self.asked: list[WorkerGroup] = []
-        self.told: Queue[GroupStart | GroupEnded] = Queue()
+        self.told: Queue[RankStart | GroupEnded] = Queue()
 
-    def join(self, group: WorkerGroup, rank: int, process: str) -> GroupStart | GroupEnded:
+    def join(self, group: WorkerGroup, rank: int, process: str) -> RankStart | GroupEnded:
         self.asked.append(group)
         return self.start
 
-    def news(self, group: str, known: GroupStart, unwanted: threading.Event) -> GroupStart | GroupEnded | None:
+    def news(self, group: str, known: RankStart, unwanted: threading.Event) -> RankStart | GroupEnded | None:
         while not unwanted.is_set():
             with suppress(Empty):
                 return self.told.get(timeout=0.05)
         return None
 
 
-def started(addresses: tuple[str, ...], **other: Any) -> GroupStart:
+def started(addresses: tuple[str, ...], **other: Any) -> RankStart:
     first = {"lineage": "l", "life": 0, "repeats": None, "resume": None, "token": "t"}
-    return GroupStart(addresses=addresses, **first | {"ownership": Ownership(len(addresses))} | other)
+    return RankStart(addresses=addresses, **first | {"ownership": Ownership(len(addresses))} | other)
 
 
 @contextmanager
@@ -113,10 +113,10 @@ def test_a_worker_is_the_rank_that_ray_train_says_and_goes_on_from_a_checkpoint(
 
 
 def test_a_group_that_goes_on_has_the_place_it_is_told_and_not_its_own_checkpoint(in_a_worker: None) -> None:
-    goes_on = Told(started(("a:1",), life=2, repeats=7, resume="/first", lineage="abc"))
+    goes_on = Told(started(("a:1",), life=2, repeats=7, resume=Path("/first"), lineage="abc"))
     with Owners(run="r", config=ZeroConfig(), groups=goes_on).rank("newest") as context:  # type: ignore[arg-type]
         assert (context.life, context.repeats, context.resume, context.lineage) == (2, 7, Path("/first"), "abc")
-    asked = WorkerGroup(name="group", run="demo", world_size=1, nodes=("node",), resume=os.path.abspath("newest"))
+    asked = WorkerGroup(name="group", run="demo", world_size=1, nodes=("node",), resume=Path("newest").absolute())
     assert goes_on.asked == [asked]
     fresh = Told(started(("a:1",)))
     with Owners(run="r", config=ZeroConfig(), groups=fresh).rank("newest") as context:  # type: ignore[arg-type]
@@ -125,7 +125,7 @@ def test_a_group_that_goes_on_has_the_place_it_is_told_and_not_its_own_checkpoin
 
 def test_what_a_loop_gives_prepare_counts_only_in_a_fresh_start(in_a_worker: None) -> None:
     for life, expected in ((1, "/first"), (0, None)):
-        groups = Told(started(("a:1",), life=life, resume="/first"))
+        groups = Told(started(("a:1",), life=life, resume=Path("/first")))
         with Owners(run="r", config=ZeroConfig(), groups=groups).rank("/first") as context:  # type: ignore[arg-type]
             if expected is not None:
                 assert chosen_resume(context, "/newest") == Path(expected)
@@ -140,7 +140,7 @@ def test_a_worker_that_gets_no_owners_says_why(in_a_worker: None) -> None:
         pass
 
 
-def lose_the_owners(owners: Owners, news: Queue[GroupStart | GroupEnded]) -> None:
+def lose_the_owners(owners: Owners, news: Queue[RankStart | GroupEnded]) -> None:
     """Train for ever, and hear after prepare() that the owners are lost."""
     with owners.rank():
         model = seeded(Net)

@@ -33,7 +33,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rayzero.cluster.files.logger_reporter import LoggedRun, Reporter, opener, replaces
+from rayzero.cluster.files.logger_reporter import REPLACING, REPORTERS, LoggedRun, Reporter
 from rayzero.cluster.files.metrics_log import Row, RowTail, read_log, values_of
 from rayzero.cluster.run import LoggerState
 from rayzero.cluster.supervision import shielded
@@ -373,9 +373,9 @@ def _locked(path: Path) -> int:
 
 def _feed(request: LoggerJob, saved: FeedState) -> tuple[Feed, Reporter]:
     run_dir = Path(request.run_dir)
-    first = begin(saved, run_dir, replaces=replaces(request.logger))
+    first = begin(saved, run_dir, replaces=request.logger in REPLACING)
     run = LoggedRun(name=request.run, directory=run_dir, settings=request.settings, memory=saved.memory)
-    reporter = opener(request.logger)(run, first)
+    reporter = REPORTERS[request.logger](run, first)
     saved.write()
     return Feed(RowTail(run_dir), reporter, saved), reporter
 

@@ -219,7 +219,8 @@ def _csv_rows(path: Path) -> list[dict[str, str]]:
     return [{name: value for name, value in row.items() if value} for row in rows if (row["step"] or "").isdigit()]
 
 
-_CLASSES: dict[LoggerName, Callable[[LoggedRun, int], Reporter]] = {
+# by name, of (the run, the first step that it will be given)
+REPORTERS: dict[LoggerName, Callable[[LoggedRun, int], Reporter]] = {
     "tensorboard": TensorBoardReporter,
     "wandb": WandbReporter,
     "mlflow": MlflowReporter,
@@ -227,15 +228,8 @@ _CLASSES: dict[LoggerName, Callable[[LoggedRun, int], Reporter]] = {
 }
 
 
-def opener(name: LoggerName) -> Callable[[LoggedRun, int], Reporter]:
-    """The class of a logger's reporters: of (the run, the first step that it will be given)."""
-    return _CLASSES[name]
-
-
-def replaces(name: LoggerName) -> bool:
-    """Whether rows of steps that come again replace the earlier ones, as in metrics.jsonl. Others keep what they
-    had."""
-    return name in ("tensorboard", "csv")
+# whose rows of steps that come again replace the earlier ones, as in metrics.jsonl; others keep what they had
+REPLACING: tuple[LoggerName, ...] = ("tensorboard", "csv")
 
 
 def flat_settings(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -83,7 +83,8 @@ class MetricsLog:
 
     def add(self, reports: Iterable[Report]) -> None:
         """Write the rows that these reports complete. They are in the file when this returns."""
-        rows = [row for report in reports if (row := self._make_row(report)) is not None and self._is_new(row, report)]
+        made, written = [(self._make_row(report), report) for report in reports], self._written
+        rows = [row for row, of in made if row is not None and (written is None or not written.has(row, of))]
         if not rows:
             return
         try:
@@ -92,9 +93,6 @@ class MetricsLog:
             if not self.lost:
                 log.warning("%s cannot be written (%s); training goes on without its rows", self._path, error.strerror)
             self.lost += len(rows)
-
-    def _is_new(self, row: Row, report: Report) -> bool:
-        return self._written is None or not self._written.has(row, report)
 
     def _append(self, lines: bytes) -> None:
         if self._file is None:
@@ -195,11 +193,7 @@ def parse_row(line: bytes) -> Row:
     for name, value in row.items():
         if fault := fault_of(name, value):
             raise ValueError(fault)
-    return {name: None if _is_infinite(value) else value for name, value in row.items()}
-
-
-def _is_infinite(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
+    return {name: None if isinstance(n, float) and not math.isfinite(n) else n for name, n in row.items()}
 
 
 def latest_metrics(rows: Sequence[Row]) -> Row | None:

@@ -17,12 +17,13 @@ from typing import Any
 from rayzero.checkpoint import Catalog, CheckpointReader, checkpoint_folders, stale_folders, sweep_stale
 from rayzero.checkpoint.manifest import MANIFEST
 from rayzero.cluster.continuation import Continuation, Lost, Successor, find_continuation
-from rayzero.cluster.files.run_record import RECORD, DriverProcess, RunRecord, read_record
+from rayzero.cluster.files.run_record import RECORD, DriverProcess, RunRecord, read_record, why_over
 from rayzero.cluster.run import RunState
 from rayzero.config import RunConfig
 from rayzero.convert.remote_checkpoints import local_checkpoint
 from rayzero.errors import CheckpointError, ConfigError
 from rayzero.files import read_bytes, replace_file, to_json
+from rayzero.protocol.ownership import Ownership
 from rayzero.records import parse_record
 from rayzero.slabs.sweep import Hold
 
@@ -47,6 +48,16 @@ class StartPoint:
     former: str | None = None  # the lineage that an earlier run, or this one, had there before and may have left
     is_after_kill: bool = False  # the run before was killed, so its processes may still be ending
     why: str | None = None  # why the memory of a killed run is not used
+
+    @property
+    def life(self) -> int:
+        """Of every rank."""
+        return 0 if self.continuation is None else self.continuation.life
+
+    @property
+    def ownership(self) -> Ownership | None:
+        """Who owns what in a run that goes on from memory, if that is to be known; else None."""
+        return None if self.continuation is None else self.continuation.ownership
 
     def __str__(self) -> str:
         if self.continuation is not None:
@@ -253,7 +264,7 @@ class RunDirectory:
 
     def write_record(self, record: RunRecord) -> None:
         """Replace ``run.json`` as a whole: a reader sees the old one or the new one."""
-        replace_file(self.path / RECORD, to_json(record.plain(), indent=1) + "\n")
+        replace_file(self.path / RECORD, to_json(record.model_dump(), indent=1) + "\n")
 
     def read_record_file(self) -> bytes | None:
         """The content of ``run.json`` now; None if there is none."""
@@ -347,8 +358,7 @@ def _record_before(path: Path) -> dict[str, Any] | None:
 
 def _if_killed(before: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     """The record of the run before, if its driver could not write its end."""
-    is_open = before is not None and before["state"] in (RunState.STARTING, RunState.RUNNING)
-    return before if is_open else None
+    return before if before is not None and why_over(before) is None else None
 
 
 def _lineage(killed: Mapping[str, Any]) -> str | None:

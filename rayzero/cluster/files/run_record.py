@@ -11,7 +11,7 @@ import psutil
 from pydantic import ConfigDict, Field
 
 from rayzero.cluster.continuation import States
-from rayzero.cluster.run import LoggerState, Member, Recovery, Rescaled, RunState
+from rayzero.cluster.run import OPEN_STATES, LoggerState, Member, Recovery, Rescaled, RunState
 from rayzero.errors import ConfigError
 from rayzero.records import JsonRecord, load_record
 from rayzero.slabs.sweep import held_in
@@ -58,7 +58,6 @@ class RunRecord(JsonRecord):
     ended_at: float | None = None
     driver: DriverProcess
     ray_address: str | None = None
-    ray_auth_mode: str | None = None
     members: list[Member] = Field(default_factory=list)
     spares: list[Member] = Field(default_factory=list)
     addresses: list[str] = Field(default_factory=list)  # of the owners, by index
@@ -76,16 +75,13 @@ class RunRecord(JsonRecord):
     measured: dict[str, Any] = Field(default_factory=dict)  # by process
     config: dict[str, Any] = Field(default_factory=dict)
 
-    def plain(self) -> dict[str, Any]:
-        return self.model_dump()
-
 
 def read_record(path: Path) -> dict[str, Any] | None:
     """The entries of ``run.json`` in a run directory; None if there is none. Raises ConfigError if the file is not a
     run's record."""
     what, instead = "a run's record", "restore it from a copy, or move the folder away"
     try:
-        return load_record(path / RECORD, RunRecord, what, instead, at_most=_MOST).plain()
+        return load_record(path / RECORD, RunRecord, what, instead, at_most=_MOST).model_dump()
     except (FileNotFoundError, NotADirectoryError):  # there is no run, whatever else is there
         return None
     except OSError as error:
@@ -103,9 +99,14 @@ def run_status(run_dir: Path) -> dict[str, Any]:
     record = read_record(run_dir)
     if record is None:
         raise ConfigError(f"{run_dir} holds no run, because it has no {RECORD}")
-    if record["state"] not in (RunState.STARTING, RunState.RUNNING):
-        return record
-    return record if _driver_lives(record) else record | {"state": LOST}
+    return record if why_over(record) is not None or _driver_lives(record) else record | {"state": LOST}
+
+
+def why_over(record: Mapping[str, Any]) -> str | None:
+    """Why a run does not go on, by what ``run_status`` returns; None: it does."""
+    if record["state"] in OPEN_STATES:
+        return None
+    return "its driver is gone" if record["state"] == LOST else f"it has {record['state']}"
 
 
 def kept_states(record: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -119,7 +120,7 @@ def kept_states(record: Mapping[str, Any]) -> dict[str, Any] | None:
     if states is None:
         return _not_kept("the run kept no states in shared memory")
     directory = Path(states["directory"])
-    if not _is_here(directory, states["memory"]):
+    if not is_here(directory, states["memory"]):
         return _not_kept(f"they were in {directory} on another host, or this host has been restarted")
     held = next((held for held in held_in(directory) if held.lineage == states["lineage"]), None)
     if held is None:
@@ -135,7 +136,7 @@ def _not_kept(why: str) -> dict[str, Any]:
     return {"kept": False, "step": None, "until": None, "directory": None, "why": why}
 
 
-def _is_here(directory: Path, memory: str) -> bool:
+def is_here(directory: Path, memory: str) -> bool:
     """Whether ``memory`` is the identity of this host's ``directory``. A record may name any text as a directory."""
     try:
         return bool(memory) and host_identity(directory) == memory

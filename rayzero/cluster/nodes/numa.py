@@ -66,8 +66,6 @@ def cpus_near_gpu(index: int, root: Path = DEVICES) -> frozenset[int] | None:
 def bind(who: str, index: int, threads: int, near: AbstractSet[int] | None = None) -> frozenset[int] | None:
     """Bind every present thread of this process, which later ones inherit, to the CPUs of ``choose_cpus``. Returns
     them, or None if nothing changes. Call it before the process allocates its memory. [Note: first touch]"""
-    if not hasattr(os, "sched_setaffinity"):
-        return None
     cpus = choose_cpus(index, threads, numa_nodes(), os.sched_getaffinity(0), near)
     if cpus is None:
         return None

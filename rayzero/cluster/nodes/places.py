@@ -206,9 +206,9 @@ class OwnerPlaces:
 
     Knows placement groups; not actors."""
 
-    def __init__(self, placement: Reservation, cpus_are_set: bool = False) -> None:
-        """``placement``: what was reserved when the run began. ``cpus_are_set``: by ``cpus_per_optimizer``."""
-        self._placement, self._cpus_are_set = placement, cpus_are_set
+    def __init__(self, placement: Reservation) -> None:
+        """``placement``: what was reserved when the run began."""
+        self._placement = placement
         # by owner: not where it was when the run began. freed by: free(), close()
         self._taken: dict[int, OwnerPlace] = {}
 
@@ -223,7 +223,7 @@ class OwnerPlaces:
         beside = next((self.options(other) for other, at in there.items() if at == node), None)
         if beside is None and node in coming:
             beside = coming[node].options
-        if self._cpus_are_set or beside is None or group.wait(_FREE_S):
+        if self._placement.plan.cpus_are_set or beside is None or group.wait(_FREE_S):
             return OwnerPlace(_in_bundle(share, group), group)
         remove_placement_group(group)
         return OwnerPlace(_beside(beside))

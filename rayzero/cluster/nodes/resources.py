@@ -86,6 +86,7 @@ class ResourcePlan:
     num_optimizers: int
     groups: tuple[ResourceGroup, ...]  # those with ranks first, in rank order
     bind_numa: bool
+    cpus_are_set: bool = False  # of optimizers, by ``cpus_per_optimizer``
 
     @property
     def cpus(self) -> float:
@@ -224,6 +225,7 @@ def _plan(scaling: ScalingConfig, share: float, placement: Placement) -> Resourc
         num_optimizers=scaling.num_optimizers,
         groups=tuple(_groups(scaling, worker, optimizer, placement)),
         bind_numa=scaling.bind_numa,
+        cpus_are_set=scaling.cpus_per_optimizer is not None,
     )
 
 

@@ -35,6 +35,7 @@ _WINDOW_S = 10.0  # speeds and waits are means of so long, and of one step at le
 _ANSWER_S = 2.0  # an exporter that has not answered by then is shown as silent
 _MOST_CURVES = 24
 _LEAST = ("loss", "validation_loss", "tokens_per_second")  # these have a curve, whatever comes first
+_NUMBERS = ("step", "loss", "tokens_per_second", "step_seconds", "eta_seconds", "since_step")  # of a ``Picture``
 _TIERS = ("gpu", "pinned", "shm", "ram")
 
 log = logging.getLogger(__name__)
@@ -93,17 +94,8 @@ def described(
 
 def _numbers(picture: Picture) -> dict[str, Any]:
     waited = [sum(rank.waits.values()) / rank.step_seconds for rank in picture.ranks if rank.step_seconds]
-    return {
-        "step": picture.step,
-        "loss": picture.loss,
-        "tokens_per_second": picture.tokens_per_second,
-        "step_seconds": picture.step_seconds,
-        "eta_seconds": picture.eta_seconds,
-        "since_step": picture.since_step,
-        "waiting": max(waited, default=None),  # share of a step, of the rank that waits most
-        "span": picture.span,
-        "reported": picture.reported,
-    }
+    shown = {name: getattr(picture, name) for name in _NUMBERS}
+    return shown | {"waiting": max(waited, default=None)}  # share of a step, of the rank that waits most
 
 
 def _shares(picture: Picture) -> list[dict[str, Any]]:

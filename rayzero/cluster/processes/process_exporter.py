@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -58,10 +58,6 @@ class RecorderCollector(Collector):
     def __init__(self, recorder: MemoryRecorder, role: Role) -> None:
         self._recorder = recorder
         self._zeros = [m for m in METRICS if m.kind is Kind.COUNTER and role in m.roles and not (m.labels or m.only)]
-
-    def describe(self) -> Iterable[Family]:
-        """Nothing: the metrics are not known yet."""
-        return []
 
     def collect(self) -> Iterator[Family]:
         """A family for each metric that has series. Counted values are read at one moment, slow sources afterwards."""
@@ -226,7 +222,8 @@ class ProcessExporter(Exporter):
         """Listen; ``target`` has the address. Also serves the recorder's spans; a request makes it keep spans for a
         while.
 
-        ``coordinator``: see ``Pulse``. Raises ConfigError if the port is not available."""
+        ``coordinator``: the actor to which a heartbeat goes every ``BEAT_S``; no answer is waited for. Raises
+        ConfigError if the port is not available."""
         if settings.trace:
             recorder.spans.keep()
         super().__init__(
@@ -243,36 +240,26 @@ class ProcessExporter(Exporter):
         recorder.watch(memory)
         self.begin_run = memory.begin_run
         self.target = settings.target(self.address)
-        self._pulse = None if coordinator is None else Pulse(settings, coordinator, recorder)
+        self._ended, self._pulse = threading.Event(), None
+        if coordinator is not None:
+            beat = partial(self._beat, settings, coordinator, recorder)
+            self._pulse = threading.Thread(target=beat, name="rayzero-pulse", daemon=True)
+            self._pulse.start()
 
-    def close(self) -> None:
-        """Free the port, end the heartbeat. Idempotent."""
-        super().close()
-        if self._pulse is not None:
-            self._pulse.close()
-
-
-class Pulse:
-    """Sends the coordinator a heartbeat every ``BEAT_S`` and does not wait for an answer."""
-
-    def __init__(self, settings: ExporterSettings, coordinator: Any, recorder: MemoryRecorder) -> None:
-        """``coordinator``: its actor handle. ``recorder``: has an owner's update seconds."""
-        self._settings, self._coordinator, self._recorder = settings, coordinator, recorder
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="rayzero-pulse", daemon=True)
-        self._thread.start()
-
-    def _beat(self) -> None:
-        is_owner, who = self._settings.role is Role.OPTIMIZER, self._settings.who
+    def _beat(self, settings: ExporterSettings, coordinator: Any, recorder: MemoryRecorder) -> None:
+        is_owner = settings.role is Role.OPTIMIZER
         while True:
-            worked = self._recorder.timing(OPTIMIZER_UPDATE_SECONDS).total if is_owner else None
-            self._coordinator.beat.options(max_task_retries=0).remote(who, worked)  # the next one comes soon
+            worked = recorder.timing(OPTIMIZER_UPDATE_SECONDS).total if is_owner else None
+            coordinator.beat.options(max_task_retries=0).remote(settings.who, worked)  # the next one comes soon
             if self._ended.wait(BEAT_S):
                 return
 
     def close(self) -> None:
+        """Free the port, end the heartbeat. Idempotent."""
+        super().close()
         self._ended.set()
-        self._thread.join()
+        if self._pulse is not None:
+            self._pulse.join()
 
 
 def _spans(ring: SpanRing) -> bytes:

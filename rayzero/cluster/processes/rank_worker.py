@@ -39,7 +39,6 @@ with uncollected():  # a process of a run does nothing else meanwhile
     from rayzero.memory.process_memory import map_blocks
     from rayzero.modes import load_compiler_only_to_compile
     from rayzero.protocol.ownership import Ownership
-    from rayzero.protocol.store import ParameterStore
     from rayzero.security.credentials import Credentials, Identity, identity_of
     from rayzero.store.remote.owner_table import OwnerTable, connect_store
     from rayzero.telemetry.names import EXPOSED_WAIT_SECONDS, MAX_REPORTED, REPORTED, STEP_SECONDS, TRAIN_LOSS
@@ -52,6 +51,21 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankStart:
+    """What every rank of a run begins with."""
+
+    addresses: tuple[str, ...]  # of the owners, by index
+    ownership: Ownership  # who owns what by now
+    lineage: str  # of the run's states in shared memory
+    life: int = 0  # how often the rank has died and was started again
+    repeats: int | None = None  # see RankContext
+    resume: Path | None  # the checkpoint that gave the run its first values
+    token: str = field(repr=False)  # every call to an owner must carry it
+    tls: Credentials | None = None  # what the rank shows to owners; None: it uses no TLS
+    remains: Remains | None = None  # what becomes of its slabs if it is killed; None: others see to them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankSettings:
     """The settings of one rank's loop."""
 
@@ -60,20 +74,12 @@ class RankSettings:
     ranks_here: tuple[int, ...]  # the ranks on this rank's node
     run: str
     run_dir: Path
-    resume: Path | None
     on_checkpoint_error: CheckpointErrors
     use_gpu: bool
     bind_numa: bool
     config: ZeroConfig
-    addresses: tuple[str, ...]  # of the owners, by index
-    ownership: Ownership | None = None  # who owns what by now; None: it is the run's first epoch
-    lineage: str  # of the run's states in shared memory
-    life: int = 0  # how often the rank has died and was started again
-    repeats: int | None = None  # see RankContext
     outlives_owners: bool = False  # an owner that dies gets a successor
-    token: str = field(repr=False)  # every call to an owner must carry it
-    tls: Credentials | None = None  # what it shows to owners; None: it uses no TLS
-    remains: Remains | None = None  # what becomes of its slabs if it is killed; None: others see to them
+    start: RankStart
 
 
 class RankWorker(MemberProcess):
@@ -156,10 +162,32 @@ class RankWorker(MemberProcess):
         recent = RecentReports()
         sender = ReportSender(partial(_ask, coordinator), recent, partial(_report, settings))
         channel = self._channel = ReportChannel(sender.send)
-        context = self._context = _context(settings, table, self._identity, channel, recent, self._recorder)
+        gauges = ReportGauges(self._recorder)
+
+        def sink(made: LoopReport) -> None:
+            gauges.show(made.metrics)
+            channel.put(_report(settings, made))
+
+        context = self._context = rank_context(
+            settings.rank,
+            settings.start,
+            table,
+            self._identity,
+            config=settings.config,
+            ranks_here=settings.ranks_here,
+            outlives_owners=settings.outlives_owners,
+            recorder=self._recorder,
+            world_size=settings.world_size,
+            device=torch.device("cuda:0" if settings.use_gpu else "cpu"),
+            run=settings.run,
+            run_dir=settings.run_dir,
+            on_checkpoint_error=settings.on_checkpoint_error,
+            sink=sink,
+            recent=recent,
+        )
         context.handing_over = None if self._exporter is None else self._exporter.begin_run
         failure = None
-        with leaving_nothing(settings.remains, settings.config.shared_directory):
+        with leaving_nothing(settings.start.remains, settings.config.shared_directory):
             try:
                 with running_in(context):
                     unpack_loop(packed_loop)()
@@ -171,13 +199,13 @@ class RankWorker(MemberProcess):
     def _open_table(self, settings: RankSettings) -> OwnerTable:
         """The owners as they are by now: the loop may be long on its way here."""
         with self._moving:
-            addresses, ownership = self._owners or (settings.addresses, settings.ownership)
+            addresses, ownership = self._owners or (settings.start.addresses, settings.start.ownership)
             table = OwnerTable(addresses, ownership)
             for owner, address in self._successors:
                 table.succeed(owner, address)
             self._table = table
             if self._identity is None:
-                self._identity = identity_of(settings.tls)
+                self._identity = identity_of(settings.start.tls)
         return table
 
     def stop(self, reason: str) -> None:
@@ -332,7 +360,7 @@ def _report(settings: RankSettings, made: LoopReport) -> Report:
     return Report(
         rank=settings.rank,
         world_size=settings.world_size,
-        life=settings.life,
+        life=settings.start.life,
         step=made.step,
         number=made.number,
         metrics=made.metrics,
@@ -340,52 +368,43 @@ def _report(settings: RankSettings, made: LoopReport) -> Report:
     )
 
 
-def _context(
-    settings: RankSettings,
+def rank_context(
+    rank: int,
+    start: RankStart,
     table: OwnerTable,
     shown: Identity | None,
-    channel: ReportChannel,
-    recent: RecentReports,
-    recorder: MemoryRecorder,
+    *,
+    config: ZeroConfig,
+    ranks_here: Sequence[int],
+    outlives_owners: bool,
+    recorder: Recorder,
+    **place: Any,
 ) -> RankContext:
-    gauges = ReportGauges(recorder)
-
-    def sink(made: LoopReport) -> None:
-        gauges.show(made.metrics)
-        channel.put(_report(settings, made))
-
-    def connect(model: int) -> ParameterStore:
-        return connect_store(
-            settings.rank,
-            table,
-            token=settings.token,
-            tls=shown,
-            config=settings.config,
-            recorder=recorder,
-            model=model,
-            life=settings.life,
-            ranks_here=settings.ranks_here,
-            outlives_owners=settings.outlives_owners,
-        )
-
-    context = RankContext(
-        rank=settings.rank,
-        world_size=settings.world_size,
-        life=settings.life,
-        lineage=settings.lineage,
-        repeats=settings.repeats,
-        device=torch.device("cuda:0" if settings.use_gpu else "cpu"),
-        run=settings.run,
-        run_dir=settings.run_dir,
-        resume=settings.resume,
-        on_checkpoint_error=settings.on_checkpoint_error,
-        config=settings.config,
-        connect=connect,
-        sink=sink,
-        recent=recent,
+    """The context of a rank that begins with ``start``, and whose owners are where ``table`` says. ``shown``: what it
+    shows to them. ``ranks_here``, ``outlives_owners``: see ``connect_store``. ``place``: of ``RankContext``."""
+    connect = partial(
+        connect_store,
+        rank,
+        table,
+        token=start.token,
+        tls=shown,
+        config=config,
         recorder=recorder,
+        life=start.life,
+        ranks_here=ranks_here,
+        outlives_owners=outlives_owners,
     )
-    return context
+    return RankContext(
+        rank=rank,
+        life=start.life,
+        lineage=start.lineage,
+        repeats=start.repeats,
+        resume=start.resume,
+        config=config,
+        connect=connect,
+        recorder=recorder,
+        **place,
+    )
 
 
 # ---- the user's loop as bytes: checked and packed before Ray starts, unpacked where it runs -------------------------

@@ -13,11 +13,9 @@ import ray
 
 from rayzero.cluster.actor_calls import ANSWER_S, STOP_S, control
 from rayzero.cluster.files.key_files import FOLLOWER_FILE, VIEWER_FILE, write_key
-from rayzero.cluster.files.run_dir import StartPoint
-from rayzero.cluster.janitor import Remains
 from rayzero.cluster.journal import Journal, RunRequest
 from rayzero.cluster.processes.coordinator import HeardReports, News
-from rayzero.cluster.processes.rank_worker import RankSettings
+from rayzero.cluster.processes.rank_worker import RankSettings, RankStart
 from rayzero.cluster.run import Load, Recovery, Rescaled, RunState, rank_name
 from rayzero.cluster.run_actors import RunActors
 from rayzero.cluster.supervision import Failure, RankOutcome, Verdict, Watch, is_lost, postponed, shielded
@@ -29,7 +27,7 @@ from rayzero.elastic.controller import Controller, still_outlived
 from rayzero.elastic.members import Ended, MemberId, MemberKind
 from rayzero.elastic.scaling import Bounds, History, ScaleRequest, StepWindow, given_up, look, take
 from rayzero.errors import RunFailedError
-from rayzero.protocol.ownership import Ownership, device_owners
+from rayzero.protocol.ownership import device_owners
 
 log = logging.getLogger(__name__)
 
@@ -40,23 +38,19 @@ _STEPS = 5  # of a window between two answers, at least
 Loads = Mapping[str, Load]  # by process
 
 
-def ownership_of(start: StartPoint) -> Ownership | None:
-    """Who owns what in a run that goes on from memory, if that is to be known; else None."""
-    return None if start.continuation is None else start.continuation.ownership
-
-
-def remains_of(request: RunRequest, actors: RunActors) -> Remains:
-    """What becomes of what killed processes of a run leave on hosts other than this one."""
-    start, replaces = request.directory.start, request.run.max_failures > 0
-    over = start.former if start.continuation is None else None
-    return Remains.of_run(start.lineage, actors.driver_node, replaces=replaces, over=over)
-
-
 def _rank_settings(request: RunRequest, actors: RunActors, addresses: tuple[str, ...]) -> list[RankSettings]:
-    start = request.directory.start
-    goes_on = start.continuation
+    begins = request.directory.start
+    start = RankStart(
+        addresses=addresses,
+        ownership=actors.ownership,
+        lineage=begins.lineage,
+        life=begins.life,
+        repeats=None if begins.continuation is None else begins.continuation.repeats,
+        resume=begins.checkpoint,
+        token=actors.certificates.token,
+        remains=actors.remains,
+    )
     nodes = [actors.members[rank_name(rank)].node for rank in range(request.scaling.num_workers)]
-    remains = remains_of(request, actors)
     return [
         RankSettings(
             rank=rank,
@@ -64,26 +58,15 @@ def _rank_settings(request: RunRequest, actors: RunActors, addresses: tuple[str,
             ranks_here=tuple(other for other, node in enumerate(nodes) if node == nodes[rank]),
             run=request.run.name,
             run_dir=request.directory.path,
-            resume=start.checkpoint,
-            lineage=start.lineage,
-            life=_rank_life(start),
-            repeats=goes_on.step if goes_on is not None and goes_on.repeats else None,
             on_checkpoint_error=request.run.on_checkpoint_error,
             use_gpu=request.scaling.use_gpu,
             bind_numa=request.scaling.bind_numa,
             config=request.zero,
-            addresses=addresses,
-            ownership=actors.ownership,
             outlives_owners=request.run.max_failures > 0 and request.zero.shared_directory is not None,
-            token=actors.certificates.token,
-            remains=remains,
+            start=start,
         )
         for rank in range(request.scaling.num_workers)
     ]
-
-
-def _rank_life(start: StartPoint) -> int:
-    return 0 if start.continuation is None else start.continuation.life
 
 
 def _bound(request: RunRequest) -> frozenset[MemberId]:
@@ -97,6 +80,15 @@ def _bound(request: RunRequest) -> frozenset[MemberId]:
 
 def _beside(request: RunRequest) -> int:
     return device_owners(request.scaling.num_workers, request.zero.host_fraction)
+
+
+def _limits(request: RunRequest) -> Bounds | None:
+    """How many optimizer actors a run may have; None: it is not to change them by itself."""
+    scaling = request.scaling
+    if scaling.max_optimizers is None:
+        return None
+    fewest = min(request.fewest_optimizers, scaling.num_optimizers)
+    return Bounds(fewest=fewest, most=scaling.max_optimizers, target_exposed=scaling.target_exposed)
 
 
 class Follower:
@@ -115,7 +107,7 @@ class Follower:
             bound=_bound(request),
             beside=_beside(request),
             outlived=journal.outlived,
-            rank_life=_rank_life(request.directory.start),
+            rank_life=request.directory.start.life,
             ownership=actors.ownership,
         )
         self._watch = Watch(request.scaling.num_workers)
@@ -146,7 +138,7 @@ class Follower:
         tools = {} if access is None else {"rayzero top": lambda: write_key(folder, VIEWER_FILE, access.viewer)}
         tools["followers"] = lambda: write_key(folder, FOLLOWER_FILE, of_follower())
         self._renewal = Renewal(actors, say=request.on_phase, others=tools)
-        self._autoscaling = self._made_autoscaling(actors, request)
+        self._autoscaling = Autoscaling(actors, _limits(request), self._controller, self._rescaling)
         self._heard, self._life = HeardReports(), actors.coordinator_life
         self._news = actors.coordinator.next_reports.remote(self._life)
         self._journal = journal
@@ -155,14 +147,6 @@ class Follower:
         self._record = request.record
         self._on_phase = request.on_phase
         self._checkpoints = request.directory.checkpoints
-
-    def _made_autoscaling(self, actors: RunActors, request: RunRequest) -> Autoscaling | None:
-        scaling = request.scaling
-        if scaling.max_optimizers is None:
-            return None
-        fewest = min(request.fewest_optimizers, scaling.num_optimizers)
-        bounds = Bounds(fewest=fewest, most=scaling.max_optimizers, target_exposed=scaling.target_exposed)
-        return Autoscaling(actors, bounds, self._controller, self._rescaling)
 
     def follow(self) -> Watch:
         """Run until every loop has returned, or the run has failed and its cause is known."""
@@ -175,8 +159,8 @@ class Follower:
 
     def _take_events(self) -> None:
         while self._watch.verdict(time.monotonic()) is Verdict.RUNNING:
-            waiting = [*self._loops, *self._replacement.calls, *self._actors.spares.calls, self._news]
-            waiting += self._autoscaling.calls if self._autoscaling is not None else []
+            waiting = [*self._loops, *self._processes.calls, *self._actors.spares.calls, *self._autoscaling.calls]
+            waiting.append(self._news)
             ready, _ = ray.wait(waiting, num_returns=1, timeout=self._patience_s(time.monotonic()))
             with postponed():  # reports that were fetched but not passed on would be lost
                 for call in ready:
@@ -187,8 +171,7 @@ class Follower:
             self._note_changes()
             self._renewal.act()
             self._take_request()
-            if self._autoscaling is not None:
-                self._autoscaling.act(time.monotonic())
+            self._autoscaling.act(time.monotonic())
 
     def _take_request(self) -> None:
         requests = take(self._run_dir)
@@ -199,7 +182,7 @@ class Follower:
 
     def _patience_s(self, now: float) -> float | None:
         """How long the next event may take before there is something to do without one."""
-        patience = (self._watch.patience_s(now), self._replacement.patience_s(now), _REQUEST_S)
+        patience = (self._watch.patience_s(now), self._processes.patience_s(now), _REQUEST_S)
         return min((seconds for seconds in patience if seconds is not None), default=None)
 
     def starts_again(self) -> bool:
@@ -256,7 +239,7 @@ class Follower:
         elif call in self._actors.spares.calls:
             self._actors.take_spare(call)
             self._note_spares()
-        elif self._autoscaling is None or not self._autoscaling.take(call):
+        elif not self._autoscaling.take(call):
             self._replacement.take(call)
 
     def _take_outcome(self, call: Any, who: str) -> None:
@@ -279,9 +262,8 @@ class Follower:
         if recovered > self._recovered and self._watch.verdict(time.monotonic()) is Verdict.RUNNING:
             self._actors.spares.fill()  # now: a process that imports would have slowed the one that others waited for
             self._note_spares()
-        if self._autoscaling is not None:
-            for rescaled in self._journal.rescales[self._rescaled :]:
-                self._autoscaling.ended(rescaled)
+        for rescaled in self._journal.rescales[self._rescaled :]:
+            self._autoscaling.ended(rescaled)
         self._recovered, self._rescaled = recovered, rescales
 
     def _note_spares(self) -> None:
@@ -328,10 +310,7 @@ class Follower:
 
 
 def window_of(before: Loads, now: Loads) -> StepWindow | None:
-    """Seconds a step between two measurements of all processes; None: the ranks have taken too few, or
-    the processes are others."""
-    if before.keys() != now.keys() or any(now[who].count < before[who].count for who in now):
-        return None
+    """Seconds a step between two measurements of the same processes; None: they have taken too few."""
     taken = {who: _difference(before[who], now[who]) for who in now}
     ranks = [load for who, load in taken.items() if who.startswith("rank")]
     owners = [load for who, load in taken.items() if not who.startswith("rank")]
@@ -356,11 +335,12 @@ class Autoscaling:
     def __init__(
         self,
         actors: RunActors,
-        bounds: Bounds,
+        bounds: Bounds | None,
         controller: Controller,
         rescaling: Rescaling,
     ) -> None:
-        """``controller``: knows which owners there are. ``rescaling``: gets the requests for other ones."""
+        """``bounds``: None: look at nothing. ``controller``: knows which owners there are. ``rescaling``: gets the
+        requests for other ones."""
         self._actors, self._bounds, self._controller, self._rescaling = actors, bounds, controller, rescaling
         self._history = History()
         self._before: Loads | None = None
@@ -376,7 +356,7 @@ class Autoscaling:
 
     def act(self, now: float) -> None:
         """Ask every process what it has measured, if it is time, unless the owners change."""
-        if now < self._next_s or self._asked:
+        if self._bounds is None or now < self._next_s or self._asked:
             return
         self._next_s = now + _ASK_S
         if not self._owners():
@@ -405,17 +385,18 @@ class Autoscaling:
         return self._controller.ownership.num_optimizers if settled else 0
 
     def _look(self, now: Loads) -> None:
-        owners = self._owners()
-        if not owners or self._before is None or self._before.keys() != now.keys():
-            self._before = now if owners else None
+        before, owners, bounds = self._before, self._owners(), self._bounds
+        if not owners or bounds is None:
+            self._before = None
             return
-        window = window_of(self._before, now)
+        if before is None or before.keys() != now.keys() or any(now[who].count < before[who].count for who in now):
+            self._before = now  # the window begins anew
+            return
+        window = window_of(before, now)
         if window is None:
-            if any(now[who].count < load.count for who, load in self._before.items()):
-                self._before = now
             return
         self._before = now
-        self._history, resize = look(self._history, self._bounds, owners, window)
+        self._history, resize = look(self._history, bounds, owners, window)
         if resize is not None:
             self._wanted = ScaleRequest(num_optimizers=resize.owners)
             self._rescaling.request(self._wanted, resize.why)

@@ -125,10 +125,9 @@ class RayProcesses:
 
     def run(self, rank: Process, addresses: Sequence[str], ownership: Ownership) -> None:
         assert self._packed_loop is not None, "only ranks have loops"
-        own = replace(
-            self._settings[rank.member.index], life=rank.life, addresses=tuple(addresses), ownership=ownership
-        )
-        self.loops[self._actors.run_loop(own, self._packed_loop)] = actor_name(rank.member)
+        own = self._settings[rank.member.index]
+        start = replace(own.start, life=rank.life, addresses=tuple(addresses), ownership=ownership)
+        self.loops[self._actors.run_loop(replace(own, start=start), self._packed_loop)] = actor_name(rank.member)
 
     def call(self, processes: Sequence[Process], method: str, *arguments: Any) -> None:
         if method == Step.ENTER:

@@ -45,7 +45,7 @@ class Replacement:
 
     def __init__(self, actors: RunActors, controller: Controller, processes: RayProcesses, journal: Journal) -> None:
         """``journal``: where recoveries and the members of now are entered."""
-        self._actors, self._controller, self._processes, self._journal = actors, controller, processes, journal
+        self._actors, self._controller, self.processes, self._journal = actors, controller, processes, journal
         self.supervisor = Supervisor(controller, processes)
         self.rescaling: Rescaling | None = None  # of owners, if they may change
         self._dead: dict[MemberId, Recovering] = {}  # until other processes are started
@@ -53,27 +53,20 @@ class Replacement:
         self._one_cause = OneCause()
 
     def close(self) -> None:
-        self._processes.close()
+        self.processes.close()
         for member in [member for member, one in self._recovering.items() if one.telling]:
             self._end_recovery(member)
 
-    @property
-    def calls(self) -> list[Any]:
-        """The calls to wait for, beside those of loops; give those that end to ``take``."""
-        return self._processes.calls
-
-    def patience_s(self, now: float) -> float | None:
-        return self._processes.patience_s(now)
-
     def failed(self) -> list[Failure]:
         """What the run does not outlive, of which this has not told yet."""
-        found, self._processes.failures = self._processes.failures, []
+        found, self.processes.failures = self.processes.failures, []
         return found
 
     def take(self, call: Any) -> None:
-        for event in self._processes.take(call):
+        """One of the calls of ``processes`` has ended."""
+        for event in self.processes.take(call):
             if isinstance(event, Died):  # before it was a member
-                failure = death_of(str(event.process), self._processes.joining_pid(event.process), "")
+                failure = death_of(str(event.process), self.processes.joining_pid(event.process), "")
                 self._die(event, Death(failure=failure, since=time.monotonic(), seen=False))
             else:
                 self.do(event)
@@ -82,9 +75,9 @@ class Replacement:
         now = time.monotonic()
         self._act_on_deaths(now)
         if self._controller.max_failures:
-            for process in self._processes.late(now):
+            for process in self.processes.late(now):
                 self._give_up(process)
-            for event in self._processes.refusals(now):
+            for event in self.processes.refusals(now):
                 self.do(event)
 
     def do(self, event: Event) -> None:
@@ -108,14 +101,14 @@ class Replacement:
     def _act_on_deaths(self, now: float) -> None:
         """Act on deaths, unless Ray is ending too: by a signal to everyone, say, which has come here by then. Ray's
         calls would wait a minute for it, and then end this process."""
-        calm = self._processes.died(now)
+        calm = self.processes.died(now)
         answers = ray_answers() if calm else True
         with postponed():
             for death in calm:
                 if answers:
                     self._take_death(death)
                 else:
-                    self._processes.failures.append(replace(death.failure, restarts=False))
+                    self.processes.failures.append(replace(death.failure, restarts=False))
 
     def _take_death(self, death: Death) -> None:
         failure = death.failure
@@ -124,8 +117,8 @@ class Replacement:
         if self._actors.has_lost_host(failure.who):
             self._take_loss(failure, None if counted else self._controller.spend())
             return
-        self._processes.let_go(failure.who)
-        self._die(Died(self._processes.present(failure.who), counted), death)
+        self.processes.let_go(failure.who)
+        self._die(Died(self.processes.present(failure.who), counted), death)
 
     def _die(self, event: Died, death: Death) -> None:
         member, failure = event.process.member, death.failure
@@ -134,7 +127,7 @@ class Replacement:
         self.do(event)
         if (over := self._controller.over) is not None:
             what = failure.what if not self._controller.max_failures else f"{failure.what} {over[0].upper()}{over[1:]}."
-            self._processes.failures.append(replace(failure, what=what, restarts=not self._controller.exhausted))
+            self.processes.failures.append(replace(failure, what=what, restarts=not self._controller.exhausted))
 
     def _take_loss(self, failure: Failure, over: str | None = None) -> None:
         """A member's host has left the cluster, and all that was in its memory with it. ``over``: why the run does not
@@ -142,7 +135,7 @@ class Replacement:
         text = over or "only a checkpoint brings back what it had"
         what = f"{failure.what} Its host has left the cluster: {text}."
         restarts = over is None and not self._actors.has_lost_host()
-        self._processes.failures.append(replace(failure, what=what, restarts=restarts))
+        self.processes.failures.append(replace(failure, what=what, restarts=restarts))
 
     def _give_up(self, process: Process) -> None:
         who = actor_name(process.member)
@@ -150,7 +143,7 @@ class Replacement:
         if self._actors.has_lost_host(who):
             self._take_loss(late)
         else:
-            self._processes.failures.append(late)
+            self.processes.failures.append(late)
 
     # ---- recoveries
 

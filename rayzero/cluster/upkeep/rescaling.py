@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rayzero.cluster.files.run_record import LOST, run_status
+from rayzero.cluster.files.run_record import run_status, why_over
 from rayzero.cluster.journal import Journal
 from rayzero.cluster.nodes.places import check_memory, check_nodes, choose, is_placed
 from rayzero.cluster.nodes.session import alive_nodes
@@ -323,8 +323,7 @@ def scale(
 
 
 def _require_running(record: Mapping[str, Any]) -> None:
-    if record["state"] not in (RunState.STARTING, RunState.RUNNING):
-        gone = "its driver is gone" if record["state"] == LOST else f"it has {record['state']}"
+    if (gone := why_over(record)) is not None:
         raise ConfigError(f"run {record['run']!r} does not go on, because {gone}: only a run that goes on can change")
     try:
         config = record["config"]
@@ -349,7 +348,7 @@ def _outcome(run_dir: Path, request: ScaleRequest, on_progress: Callable[[str], 
         if progress is not None and progress != said:
             said = progress
             on_progress(progress)
-        if record["state"] not in (RunState.STARTING, RunState.RUNNING):
+        if why_over(record) is not None:
             raise RunFailedError(f"run {record['run']!r} ended before its optimizers changed")
         if record["state"] == RunState.STARTING:
             asked = time.monotonic()

@@ -85,11 +85,11 @@ class OwnerTable:
 def connect_store(
     rank: int,
     table: OwnerTable,
+    model: int = 0,
     *,
     token: str,
     config: ZeroConfig,
     recorder: Recorder,
-    model: int = 0,
     life: int = 0,
     ranks_here: Sequence[int] = (),
     outlives_owners: bool = False,
