@@ -83,11 +83,8 @@ class Engine:
         self.clock = step.clock
         self.passes = PassTimes(len(layout.units), step.clock, recorder.spans)
         self._unwatch: list[End] = []
-        self._overlaps = (
-            config.overlap == "forward"
-            and config.overlap_computation
-            and not transfers.owners_share_cores  # they would take them from the next forward
-        )
+        self._overlaps = config.overlap == "forward" and config.overlap_computation
+        self._updating = False  # the last step's update may not be over
         self.collector = GradientCollector(self)
         self.units: list[ParamUnit] = []
         self.calls: list[UnitCalls] = []
@@ -258,6 +255,8 @@ class Engine:
             self.loop.begin_forward()
         self._in_forward = True
         self.clock.enter("forward")
+        if self._updating and self.transfers.owners_share_cores(self.trained.of_unit):
+            self._wait_updated()
         if graph_task_id() < 0:  # in a backward the whole model is recomputed, and that task goes on
             self._trains_in = current_thread()
             self.collector.drain()
@@ -413,10 +412,16 @@ class Engine:
             self.cache.prefetch_first()
         else:
             self.cache.prefetch_all()
+        self._updating = True
         if not self._overlaps:
-            self.step_state.wait_decided()
-            self.cache.wait_published()
+            self._wait_updated()
         self.clock.step_over(self.step_state.step)
+
+    def _wait_updated(self) -> None:
+        """Wait until the last step's update is over."""
+        self._updating = False
+        self.step_state.wait_decided()
+        self.cache.wait_published()
 
     @outside_modes
     def discard(self, *, set_to_none: bool = True) -> None:
