@@ -114,7 +114,7 @@ class SleepingPlayer:
     """A rank that trains sleepers. Its turns are "steps" (setting: seconds of one forward), "adam" and "digest"."""
 
     def __init__(self, shape: Shape, overlap: Overlap, seat: Seat) -> None:
-        torch.set_num_threads(seat.threads)
+        torch.set_num_threads(1)  # it computes nothing; with all cores its forward would begin after the update
         torch.manual_seed(0)
         dtype = torch.float32 if shape.precision == "fp32" else torch.bfloat16
         self._clock, self._units = Clock(), shape.units

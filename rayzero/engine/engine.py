@@ -85,11 +85,8 @@ class Engine:
         self.since = Since(measured)  # counts of the rank, for stats()
         self.clock = step.clock
         self.passes = PassTimes(layout.units, step.clock, recorder.spans)
-        self._overlaps = (
-            config.overlap == "forward"
-            and config.overlap_computation
-            and not transfers.owners_share_cores  # they would take them from the next forward
-        )
+        self._overlaps = config.overlap == "forward" and config.overlap_computation
+        self._updating = False  # the last step's update may not be over
         self.calls: list[UnitCalls] = []
         self._sums = GradientSums()  # offload_grads=False
         self._backwards = 0  # graph tasks that pushed since the last step
@@ -211,6 +208,8 @@ class Engine:
             self.loop.begin_forward()
         self._in_forward = True
         self.clock.enter("forward")
+        if self._updating and self.transfers.owners_share_cores(self.trained.of_unit):
+            self._wait_updated()
         if graph_task_id() < 0:  # in a backward the whole model is recomputed, and that task goes on
             self._trains_in = current_thread()
             self.collector.drain()
@@ -368,10 +367,16 @@ class Engine:
             self.cache.prefetch_first()
         else:
             self.cache.prefetch_all()
+        self._updating = True
         if not self._overlaps:
-            self.step_state.wait_decided()
-            self.cache.wait_published()
+            self._wait_updated()
         self.clock.step_over(self.step_state.step)
+
+    def _wait_updated(self) -> None:
+        """Wait until the last step's update is over."""
+        self._updating = False
+        self.step_state.wait_decided()
+        self.cache.wait_published()
 
     @outside_modes
     def discard(self, *, set_to_none: bool = True) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -16,14 +17,16 @@ import rayzero
 from rayzero import ZeroConfig
 from rayzero.engine.context import RankContext, running_in
 from rayzero.owner.gradients import contributions, shard_sums
-from rayzero.owner.shard import OwnedShard, StepWork
-from rayzero.owner.updates import StepUpdates
+from rayzero.owner.publisher import Publisher
+from rayzero.owner.shard import OwnedShard
 from rayzero.protocol.messages import MASTER
 from rayzero.telemetry.names import MEMORY_BYTES
 from rayzero.telemetry.recorder import MemoryRecorder
+from rayzero.testing import run_ranks
 from tests.support.simulated_lane import SimulatedLane, device_behind
 from tests.support.waiting import until
 
+CORES = len(os.sched_getaffinity(0))
 WAIT = 10.0  # seconds: only a fault lasts so long
 WIDTH = 64  # parameters of a multiple of 64 elements have no padding between them
 
@@ -141,23 +144,37 @@ def test_squares_of_what_stays_are_summed_once_the_backward_is_over(monkeypatch:
         assert early == [unit.layout.index for unit in optimizer.engine.units if any(unit.layout.gaps)]
 
 
-@pytest.mark.parametrize("place", ["cpu", "device"])
-def test_a_step_returns_once_its_version_is_published_where_owners_share_the_cores(
-    monkeypatch: pytest.MonkeyPatch, place: str
+@pytest.mark.parametrize(
+    ("place", "threads", "waits"),
+    [("inproc", 1, True), ("shm", CORES, True), ("shm", CORES - 1, False), ("device", CORES, False)],
+)
+def test_a_forward_begins_once_the_update_is_over_where_both_need_the_same_cores(
+    monkeypatch: pytest.MonkeyPatch, place: Any, threads: int, waits: bool
 ) -> None:
-    """On a device it returns at once: the next forward takes no core from the update."""
-    run, goes_on = StepUpdates.run, threading.Event()
+    """On a device, or where a core is left for owners, it begins with the first unit that is published."""
+    publish, goes_on = Publisher.publish, threading.Event()
 
-    def late(updates: StepUpdates, step: StepWork) -> None:
-        goes_on.wait(0.2 if place == "cpu" else WAIT)
-        run(updates, step)
+    def late(publisher: Publisher, shards: list[OwnedShard], version: int) -> None:
+        if version == 1 and shards[0].unit.name == "blocks.2":
+            goes_on.wait(0.2 if waits else WAIT)
+        publish(publisher, shards, version)
 
-    monkeypatch.setattr(StepUpdates, "run", late)
-    with running_in(RankContext()), device_behind(SimulatedLane(seed=0)) if place == "device" else nullcontext():
+    def loop(context: RankContext) -> bool:
         model, optimizer = prepared(Blocks())
         model(batch(0)).square().mean().backward()
         optimizer.step()
-        store = optimizer.engine.store
-        published = {store.published(unit.layout.index, 1).done() for unit in optimizer.engine.units}
-        goes_on.set()
-        assert published == {place == "cpu"}
+        last = optimizer.engine.store.published(optimizer.engine.units[-1].layout.index, 1)
+        begun: list[bool] = []
+
+        def begin(*_: object) -> None:
+            begun.append(last.done())
+            goes_on.set()
+
+        model.get_submodule("blocks.0.0").register_forward_pre_hook(begin)
+        model(batch(1))
+        return begun[0]
+
+    monkeypatch.setattr(Publisher, "publish", late)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    with device_behind(SimulatedLane(seed=0)) if place == "device" else nullcontext():
+        assert run_ranks(loop, 1, 1, "inproc" if place == "device" else place) == [waits]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
 import random
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -31,6 +31,8 @@ from tests.support.waiting import until
 from tests.support.watched_lane import WatchedLane
 
 from .models import Net, fit, oracle, same_bits, seeded, tight
+
+CORES = len(os.sched_getaffinity(0))
 
 __all__ = ["driver"]
 
@@ -233,24 +235,26 @@ def test_a_backward_faster_than_the_copies_keeps_the_gradients_of_two_units_and_
     assert carried._staging.budget.used == 0
 
 
-@pytest.mark.parametrize(("at_once", "gathered"), [(1 << 20, False), (sys.maxsize, True)])
-def test_a_large_unit_is_gathered_by_whom_its_rank_is_told(
-    at_once: int, gathered: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("in_process", "threads"), [(False, 1), (False, CORES), (True, 1)])
+def test_a_large_unit_is_gathered_where_no_thread_has_to_wait(
+    in_process: bool, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside the computing thread, or there if a thread beside it would take its cores."""
-    threads: list[threading.Thread] = []
+    gathered_by: list[threading.Thread] = []
     unit, store = large_unit(bias=True), OneUnit(torch.empty(0))
     real = transfers_module.gather_into
     monkeypatch.setattr(
-        transfers_module, "gather_into", lambda *of: (threads.append(threading.current_thread()), real(*of))
+        transfers_module, "gather_into", lambda *of: (gathered_by.append(threading.current_thread()), real(*of))
     )
-    carried = UnitTransfers(store, BufferPool(), at_once=at_once)  # type: ignore[arg-type]
+    store.in_process = in_process
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    carried = make_transfers(store, torch.device("cpu"), [unit], pinned=False)  # type: ignore[arg-type]
     push = Contribution(step=0, attempt=0, rank=0, unit=unit.index, seq=0, presence=b"\3")
     sent = carried.push(unit, push, [torch.ones(512, 1024), torch.ones(512)])
     assert sent is not None
     sent.result(10)
     carried.close()
-    assert (threads == [threading.current_thread()]) is gathered
+    assert (gathered_by == [threading.current_thread()]) is (in_process or threads == CORES)
     assert store.pushed[0].count_nonzero() == 512 * 1025
 
 

@@ -9,13 +9,17 @@ before it ends. Gradients go the other way, gathered on the lane's thread (CPU) 
 (CUDA) into the store's landing memory if it offers some for the push, else into staging. At most two largest units'
 gradients wait for their copy, or in staging for their owners: a backward that is faster than the copies waits for them
 instead of keeping the whole model's gradients.
+
+[Note: all cores] Torch's threads meet at a barrier after each operation, and spin there. If another thread has one of
+the cores meanwhile, the others wait for as long. So a CPU rank that computes on all cores, or with owners in its
+process, gathers gradients in its computing threads, and begins no forward while owners of its host update.
 """
 
 from __future__ import annotations
 
-import sys
+import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -44,8 +48,8 @@ def make_transfers(
     """The transfers of a rank on ``device``; ``pinned``: page-lock staging buffers (CUDA only)."""
     if device.type == "cuda":
         return device_transfers(store, CudaLane(device), units, pinned=pinned)
-    at_once = sys.maxsize if store.in_process else _SMALL
-    return UnitTransfers(store, BufferPool(budget=_on_their_way(units)), at_once=at_once)
+    has_all_cores = torch.get_num_threads() >= len(os.sched_getaffinity(0))
+    return UnitTransfers(store, BufferPool(budget=_on_their_way(units)), has_all_cores=has_all_cores)
 
 
 def device_transfers(
@@ -66,20 +70,20 @@ class UnitTransfers:
 
     Knows buffers and the store; not when something is needed, or by whom."""
 
-    def __init__(self, store: ParameterStore, staging: BufferPool, *, at_once: int = _SMALL) -> None:
-        """``at_once``: bytes up to which a unit's gradients are gathered in the computing thread: others in a thread
-        beside it, which takes a core from a process that computes on all of them."""
-        self._at_once = at_once
+    def __init__(self, store: ParameterStore, staging: BufferPool, *, has_all_cores: bool = False) -> None:
+        """``has_all_cores``: the rank computes on every core that it may use. See [Note: all cores]."""
+        self._has_all_cores = has_all_cores
         self.store = store
         self._staging = staging
         self._thread = ThreadPoolExecutor(1, "rayzero-push")  # gathers or announces gradients, in push order
         self.lane: Lane = ThreadLane()  # copies units; its clock is the computation's
         self.link: LinkSpeed | None = None  # between device and host memory; None: not measured
 
-    @property
-    def owners_share_cores(self) -> bool:
-        """Whether owners compute in this process, on the cores that the rank computes on."""
-        return self.store.in_process
+    def owners_share_cores(self, units: Iterable[int]) -> bool:
+        """Whether the owners of any of ``units`` compute on the cores that the rank computes on: in its process; or on
+        its host, if it computes on all cores. See [Note: all cores]."""
+        here = self._has_all_cores and any(self.store.mapped(unit) is not None for unit in units)
+        return self.store.in_process or here
 
     def fetch(
         self,
@@ -121,7 +125,7 @@ class UnitTransfers:
         where they are."""
         if self.store.takes_scattered and _can_stay(unit, contribution, grads):
             return self.store.push(contribution, ScatteredUnit(unit, grads))
-        small = unit.size_bytes <= self._at_once
+        small = self.store.in_process or self._has_all_cores or unit.size_bytes <= _SMALL
         target = _target(self.store, self._staging, unit, contribution, grads, at_once=small)
         if target is None:
             return None
@@ -261,8 +265,7 @@ class DeviceTransfers(UnitTransfers):
         assert staged is not None, "a pool without a limit always has room"
         return staged.tensor.view(unit.dtype), staged
 
-    @property
-    def owners_share_cores(self) -> bool:
+    def owners_share_cores(self, units: Iterable[int]) -> bool:
         """See ``UnitTransfers``: the rank computes on its device."""
         return False
 
