@@ -401,13 +401,21 @@ class CheckpointInfo:
     digest: str
 
 
+class SharedPlace(NamedTuple):
+    """Where a shard of an owner lies."""
+
+    shard: int
+    file: int  # index in ``SharedPaths.tensors``
+    offset: int  # bytes
+
+
 @dataclass(frozen=True, slots=True)
 class SharedPaths:
     """The slab files of a process, for processes that map them."""
 
     control: str
     tensors: tuple[str, ...]  # params of an owner, grads of a rank, in order
-    places: tuple[tuple[int, int, int], ...] = ()  # of an owner's params: (shard, which of the files, byte offset)
+    places: tuple[SharedPlace, ...] = ()  # of an owner's params
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

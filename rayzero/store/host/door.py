@@ -154,7 +154,7 @@ class Door(LinkUser):
 
     def hear(self, link: OwnerLink, notice: pb.NoticesResponse) -> None:
         """See ``LinkUser.hear``."""
-        published = translate.published_from_pb(notice)
+        published = list(map(translate.published_from_pb, notice.published))
         self._board.publish(published)
         if notice.HasField("abort"):
             self._board.release(link.owner, from_failure(notice.abort))

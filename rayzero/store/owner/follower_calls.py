@@ -22,6 +22,7 @@ from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.calls.allowance import TooManyCallsError
 from rayzero.store.owner.calls.long_polls import result_of
 from rayzero.store.owner.served_model import PublishStream, ServedModel
+from rayzero.store.wire import translate
 from rayzero.store.wire.payload import byte_view
 from rayzero.store.wire.rpc import FOLLOWER_SERVICE, link_of
 from rayzero.telemetry.names import FOLLOW_BYTES, FOLLOW_SECONDS, FOLLOWER_LAG, FOLLOWERS
@@ -82,7 +83,7 @@ class FollowerCalls:
                         self._heard[each.shard] = each.version, now
                         self._newest = max(self._newest, each.version)
                 self._measure()
-                told = [pb.NoticesResponse.Published(**each._asdict()) for each in published]
+                told = map(translate.published_to_pb, published)
                 await context.write(pb.NoticesResponse(published=told, followed=first))
                 first = None
                 if error is not None:

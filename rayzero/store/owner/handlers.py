@@ -258,7 +258,7 @@ def _patience_s(model: ServedModel, context: Context) -> float:
 
 
 def _notice(published: Sequence[Published], error: RayZeroError | None) -> pb.NoticesResponse:
-    told = [pb.NoticesResponse.Published(**each._asdict()) for each in published]
+    told = map(translate.published_to_pb, published)
     return pb.NoticesResponse(published=told, abort=to_failure(error) if error is not None else None)
 
 

@@ -437,7 +437,7 @@ class RemoteConnection(LinkUser):
 
     def hear(self, link: OwnerLink, notice: pb.NoticesResponse) -> None:
         """See ``LinkUser.hear``."""
-        self._board.publish(translate.published_from_pb(notice))
+        self._board.publish(map(translate.published_from_pb, notice.published))
         if notice.HasField("abort"):
             log.debug("rank %d: %s ends the run: %s", self.rank, link.name, notice.abort.message)
             self._board.release(link.owner, from_failure(notice.abort))

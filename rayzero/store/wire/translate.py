@@ -1,31 +1,35 @@
-"""Translates our messages (rayzero/protocol/messages.py) to protobuf messages and back, field by field.
-So it does errors where they are not the status of a call: in shared memory, and inside other messages."""
+"""Translates our messages (rayzero/protocol/messages.py) to protobuf messages and back: by the names and types of their
+fields where both have the same, else by hand. So it does errors where they are not the status of a call: in shared
+memory, and inside other messages."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import fields, replace
-from typing import Any, Generic, TypeVar
+import reprlib
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from enum import StrEnum
+from functools import partial
+from operator import attrgetter
+from types import NoneType
+from typing import Any, Generic, TypeVar, get_args, get_origin, get_type_hints
+
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
 
 from rayzero import errors
 from rayzero.concurrency.processes import ProcessIdentity
 from rayzero.errors import RayZeroError, StoreError, TransferError
 from rayzero.protocol.messages import (
-    Action,
     BegunSave,
     CheckpointInfo,
-    Clamp,
     Contribution,
     Decision,
-    Edit,
-    EditKind,
     EndedSave,
     FileEntry,
     FinishReport,
-    Hyper,
     LoopState,
     MeanInput,
     ModelSpec,
@@ -35,9 +39,7 @@ from rayzero.protocol.messages import (
     Record,
     SharedPaths,
     StepInputs,
-    Summand,
     Told,
-    ToldAttempt,
     ToldStep,
     Write,
     canonical_json,
@@ -48,51 +50,114 @@ from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 
 T = TypeVar("T")
 P = TypeVar("P")
+M = TypeVar("M", bound=Message)
+_Call = Callable[[Any], Any]
 
 MOST_RANKS = 1 << 20  # a run of ranks is two numbers on the wire, but an object for each rank here
 
-_ACTIONS = {Action.APPLY: pb.ACTION_APPLY, Action.SKIP: pb.ACTION_SKIP}
-_FROM_ACTIONS = {wire: action for action, wire in _ACTIONS.items()}
-_KINDS = {
-    EditKind.UNSCALE: pb.EDIT_KIND_UNSCALE,
-    EditKind.CLIP_NORM: pb.EDIT_KIND_CLIP_NORM,
-    EditKind.CLIP_VALUE: pb.EDIT_KIND_CLIP_VALUE,
-}
-_FROM_KINDS = {wire: kind for kind, wire in _KINDS.items()}
+
+# ---- by the names and types of fields
 
 
-@contextmanager
-def _reading(what: str) -> Iterator[None]:
-    """Raise TransferError where a caller has sent something else than ``what``."""
-    try:
-        yield
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise TransferError(f"this is not {what}: {error!r}") from error
+def _alike(ours: type[T], wire: type[M]) -> tuple[Callable[[T], M], Callable[[M], T]]:
+    """What makes a message of a dataclass or NamedTuple, and the inverse. For each of its fields the message has one of
+    that name. The loops are plain because every push makes a message and they take less time than comprehensions."""
+    hints, fields = get_type_hints(ours), wire.DESCRIPTOR.fields_by_name
+    found = [(name, *_field(name, hint, fields[name])) for name, hint in hints.items()]
+    outs, backs = [(name, out) for name, out, _ in found], [(name, back) for name, _, back in found]
+
+    def write(value: T) -> M:
+        given = {}
+        for name, out in outs:
+            given[name] = getattr(value, name) if out is None else out(getattr(value, name))
+        return wire(**given)
+
+    def read(message: M) -> T:
+        given = {}
+        for name, back in backs:
+            given[name] = getattr(message, name) if back is None else back(message)
+        return ours(**given)
+
+    if issubclass(ours, tuple) and not any(back for _, back in backs):
+        get = attrgetter(*hints)
+        return write, lambda message: ours(*get(message))  # by position: half the time
+    return write, read
 
 
-def _alike(wire: Callable[..., Any], ours: type[T]) -> tuple[Callable[[T], Any], Callable[[Any], T]]:
-    """A message of ours as protobuf's, and back, where both have the same fields."""
-    names = [field.name for field in fields(ours)]  # type: ignore[arg-type]  # a dataclass
+def _field(name: str, hint: Any, field: Any) -> tuple[_Call | None, _Call | None]:
+    """What makes of our field's value that of the message's field, and of the message our field's value. None: the
+    values are the same."""
+    get, arguments = attrgetter(name), get_args(hint)
+    is_optional, is_repeated = NoneType in arguments, Ellipsis in arguments and field.type != field.TYPE_BYTES
+    out, back = _value(arguments[0] if is_optional or is_repeated else hint, field)
+    if out is None or back is None:
+        return None, (lambda message: tuple(get(message))) if is_repeated else None
+    if is_repeated:
+        return partial(map, out), lambda message: tuple(map(back, get(message)))
+    if is_optional:
+        return (
+            lambda value: None if value is None else out(value),
+            lambda message: back(get(message)) if message.HasField(name) else None,
+        )
+    return out, lambda message: back(get(message))
 
-    def read(message: Any) -> T:
-        return ours(**{name: getattr(message, name) for name in names})
 
-    return (lambda message: wire(**{name: getattr(message, name) for name in names})), read
+def _value(kind: Any, field: Any) -> tuple[_Call | None, _Call | None]:
+    """What makes of one value of ours one of protobuf's, and the inverse: messages, enums by name, JSON in bytes."""
+    if field.message_type is not None:
+        return _alike(kind, GetMessageClass(field.message_type))
+    if field.enum_type is not None:
+        return _enum(kind, field)
+    if field.type == field.TYPE_BYTES and kind is not bytes:
+        return _json, partial(_from_json, get_origin(kind), field.full_name)
+    return None, None
+
+
+def _enum(kind: type[StrEnum], field: Any) -> tuple[_Call, _Call]:
+    numbers = field.enum_type.values_by_name
+    prefix = field.enum_type.values[0].name.removesuffix("UNSPECIFIED")
+    wire = {one: numbers[prefix + one.name].number for one in kind}
+    ours = {number: one for one, number in wire.items()}
+
+    def read(number: int) -> StrEnum:
+        if number not in ours:
+            raise TransferError(f"{field.full_name} is {number}, which is none of {', '.join(ours.values())}")
+        return ours[number]
+
+    return wire.__getitem__, read
+
+
+def _from_json(kind: type, what: str, described: bytes) -> Any:
+    json_kind = list if kind is tuple else kind
+    with suppress(ValueError, RecursionError):
+        found = json.loads(described)
+        if isinstance(found, json_kind):
+            return kind(found)
+    raise TransferError(f"{what} is {reprlib.repr(described)}, which is no {json_kind.__name__} in JSON")
 
 
 def _json(value: Any) -> bytes:
     return canonical_json(value).encode()
 
 
-norm_to_pb, norm_from_pb = _alike(pb.Norm, Norm)
-write_to_pb, write_from_pb = _alike(pb.Write, Write)
-checkpoint_to_pb, checkpoint_from_pb = _alike(pb.SaveResponse.Checkpoint, CheckpointInfo)
-loop_state_to_pb, loop_state_from_pb = _alike(pb.LoopState, LoopState)
-process_to_pb, process_from_pb = _alike(pb.Process, ProcessIdentity)
+norm_to_pb, norm_from_pb = _alike(Norm, pb.Norm)
+write_to_pb, write_from_pb = _alike(Write, pb.Write)
+checkpoint_to_pb, checkpoint_from_pb = _alike(CheckpointInfo, pb.SaveResponse.Checkpoint)
+loop_state_to_pb, loop_state_from_pb = _alike(LoopState, pb.LoopState)
+process_to_pb, process_from_pb = _alike(ProcessIdentity, pb.Process)
+contribution_to_pb, contribution_from_pb = _alike(Contribution, pb.Contribution)
+report_to_pb, report_from_pb = _alike(FinishReport, pb.FinishReport)
+inputs_to_pb, inputs_from_pb = _alike(StepInputs, pb.StepInputs)
+decision_to_pb, decision_from_pb = _alike(Decision, pb.Decision)
+file_to_pb, file_from_pb = _alike(FileEntry, pb.FileEntry)
+paths_to_pb, paths_from_pb = _alike(SharedPaths, pb.SharedFiles)
+published_to_pb, published_from_pb = _alike(Published, pb.NoticesResponse.Published)
+_step_to_pb, _step_from_pb = _alike(ToldStep, pb.Told.Step)
+_begun_to_pb, _begun_from_pb = _alike(BegunSave, pb.Told.Begun)
+_given_to_pb, mean_from_pb = _alike(MeanInput, pb.MeanRequest)  # without rank and number
 
 
-def _hyper(described: bytes) -> tuple[Hyper, ...]:
-    return tuple(json.loads(described))
+# ---- by hand
 
 
 def spec_to_bytes(spec: ModelSpec) -> bytes:
@@ -107,52 +172,10 @@ def spec_digest(described: bytes) -> str:
 
 def spec_from_bytes(described: bytes) -> ModelSpec:
     """The inverse of :func:`spec_to_bytes`."""
-    with _reading("the description of a model"):
+    try:
         return parse_record(described, ModelSpec)
-
-
-def contribution_to_pb(c: Contribution) -> pb.Contribution:
-    """What a push is."""
-    return pb.Contribution(
-        step=c.step,
-        attempt=c.attempt,
-        rank=c.rank,
-        unit=c.unit,
-        seq=c.seq,
-        presence=c.presence,
-        sum_of=c.sum_of,
-        summands=[pb.Summand(rank=each.rank, attempt=each.attempt, pushes=each.pushes) for each in c.summands],
-    )
-
-
-def contribution_from_pb(c: pb.Contribution) -> Contribution:
-    """The inverse of :func:`contribution_to_pb`."""
-    return Contribution(
-        step=c.step,
-        attempt=c.attempt,
-        rank=c.rank,
-        unit=c.unit,
-        seq=c.seq,
-        presence=c.presence,
-        sum_of=c.sum_of,
-        summands=tuple(Summand(each.rank, each.attempt, each.pushes) for each in c.summands),
-    )
-
-
-def report_to_pb(report: FinishReport) -> pb.FinishReport:
-    """What a rank pushed."""
-    clamp = None if report.clamp is None else pb.Clamp(scale=report.clamp.scale, limit=report.clamp.limit)
-    return pb.FinishReport(
-        step=report.step, attempt=report.attempt, rank=report.rank, counts=report.counts, clamp=clamp
-    )
-
-
-def report_from_pb(report: pb.FinishReport) -> FinishReport:
-    """The inverse of :func:`report_to_pb`."""
-    clamp = Clamp(scale=report.clamp.scale, limit=report.clamp.limit) if report.HasField("clamp") else None
-    return FinishReport(
-        step=report.step, attempt=report.attempt, rank=report.rank, counts=tuple(report.counts), clamp=clamp
-    )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise TransferError(f"this is not the description of a model: {error!r}") from error
 
 
 def reports_to_pb(reports: Sequence[FinishReport]) -> list[pb.Reports]:
@@ -178,70 +201,24 @@ def reports_from_pb(groups: Iterable[pb.Reports]) -> tuple[FinishReport, ...]:
     found: list[FinishReport] = []
     for group in groups:
         alike = report_from_pb(group.alike)
-        with _reading("the reports of a run's ranks"):
-            for first, size in zip(group.runs[::2], group.runs[1::2], strict=True):
-                if len(found) + size > MOST_RANKS:
-                    raise ValueError(f"more than {count(MOST_RANKS, 'rank')}")
-                found += [replace(alike, rank=rank) for rank in range(first, first + size)]
+        firsts, sizes = group.runs[::2], group.runs[1::2]
+        if len(firsts) != len(sizes) or len(found) + sum(sizes) > MOST_RANKS:
+            raise TransferError(f"reports are of an odd number of runs, or of more than {count(MOST_RANKS, 'rank')}")
+        for first, size in zip(firsts, sizes, strict=True):
+            found += [replace(alike, rank=rank) for rank in range(first, first + size)]
     return tuple(sorted(found, key=lambda report: report.rank))
-
-
-def inputs_to_pb(inputs: StepInputs) -> pb.StepInputs:
-    """A rank's inputs to the decision of a step."""
-    edits = [pb.Edit(kind=_KINDS[edit.kind], value=edit.value) for edit in inputs.edits]
-    return pb.StepInputs(edits=edits, hyper=_json(inputs.hyper))
-
-
-def inputs_from_pb(inputs: pb.StepInputs) -> StepInputs:
-    """The inverse of :func:`inputs_to_pb`; the digest is the same."""
-    with _reading("a rank's inputs to a step"):
-        edits = tuple(Edit(_FROM_KINDS[edit.kind], edit.value) for edit in inputs.edits)
-        return StepInputs(edits=edits, hyper=_hyper(inputs.hyper))
-
-
-def decision_to_pb(decision: Decision) -> pb.Decision:
-    """The record of a step."""
-    return pb.Decision(
-        step=decision.step,
-        attempts=decision.attempts,
-        action=_ACTIONS[decision.action],
-        scale=decision.scale,
-        norm=decision.norm,
-        hyper=_json(decision.hyper),
-        limit=decision.limit,
-    )
-
-
-def decision_from_pb(decision: pb.Decision) -> Decision:
-    """The inverse of :func:`decision_to_pb`."""
-    with _reading("a decision"):
-        return Decision(
-            step=decision.step,
-            attempts=tuple(decision.attempts),
-            action=_FROM_ACTIONS[decision.action],
-            scale=decision.scale,
-            norm=decision.norm,
-            hyper=_hyper(decision.hyper),
-            limit=decision.limit,
-        )
 
 
 def record_to_pb(record: Record) -> pb.Record:
     """What the lead records."""
-    return pb.Record(
-        decision=decision_to_pb(record.decision),
-        reports=reports_to_pb(record.reports),
-        norm=norm_to_pb(record.norm),
-    )
+    decision, norm = decision_to_pb(record.decision), norm_to_pb(record.norm)
+    return pb.Record(decision=decision, reports=reports_to_pb(record.reports), norm=norm)
 
 
 def record_from_pb(record: pb.Record) -> Record:
     """The inverse of :func:`record_to_pb`."""
-    return Record(
-        decision=decision_from_pb(record.decision),
-        reports=reports_from_pb(record.reports),
-        norm=norm_from_pb(record.norm),
-    )
+    decision, norm = decision_from_pb(record.decision), norm_from_pb(record.norm)
+    return Record(decision=decision, reports=reports_from_pb(record.reports), norm=norm)
 
 
 def parts_to_pb(parts: NormParts) -> pb.CollectResponse:
@@ -257,130 +234,44 @@ def parts_from_pb(step: int, columns: pb.CollectResponse) -> NormParts:
 
 def mean_to_pb(rank: int, number: int, given: MeanInput, *, former: bool = False) -> pb.MeanRequest:
     """A rank's input to its ``number``th mean. ``former``: see ``ParameterStore.give_again``."""
-    return pb.MeanRequest(
-        rank=rank,
-        number=number,
-        names=given.names,
-        shape=given.shape,
-        values=given.values,
-        weight=given.weight,
-        former=former,
-    )
-
-
-def mean_from_pb(request: pb.MeanRequest) -> MeanInput:
-    """The inverse of :func:`mean_to_pb`, without rank and number."""
-    return MeanInput(
-        names=tuple(request.names),
-        shape=tuple(request.shape),
-        values=tuple(request.values),
-        weight=request.weight,
-    )
-
-
-def file_to_pb(entry: FileEntry) -> pb.FileEntry:
-    """A file of a checkpoint."""
-    return pb.FileEntry(name=entry.name, size_bytes=entry.size_bytes, sha256=entry.sha256, content=_json(entry.content))
-
-
-def file_from_pb(entry: pb.FileEntry) -> FileEntry:
-    """The inverse of :func:`file_to_pb`."""
-    with _reading("a file of a checkpoint"):
-        content = json.loads(entry.content)
-    return FileEntry(name=entry.name, size_bytes=entry.size_bytes, sha256=entry.sha256, content=content)
-
-
-def paths_to_pb(paths: SharedPaths) -> pb.SharedFiles:
-    """Where a process's slabs are."""
-    places = [pb.SharedFiles.Place(shard=shard, file=file, offset=offset) for shard, file, offset in paths.places]
-    return pb.SharedFiles(control=paths.control, tensors=paths.tensors, places=places)
-
-
-def paths_from_pb(files: pb.SharedFiles) -> SharedPaths:
-    """The inverse of :func:`paths_to_pb`."""
-    places = tuple((place.shard, place.file, place.offset) for place in files.places)
-    return SharedPaths(files.control, tuple(files.tensors), places)
-
-
-# ---- a lead's successor
+    request = _given_to_pb(given)
+    request.rank, request.number, request.former = rank, number, former
+    return request
 
 
 def told_to_pb(told: Told, rank: int) -> pb.Told:
     """What a rank has told the lead."""
-    steps = [
-        pb.Told.Step(
-            step=each.step,
-            discards=each.discards,
-            discarded=_attempt_to_pb(each.discarded),
-            attempt=_attempt_to_pb(each.attempt),
-            written=map(write_to_pb, each.written),
-        )
-        for each in told.steps
-    ]
-    means = [mean_to_pb(rank, number, given) for number, given in told.means]
-    message = pb.Told(steps=steps, means=means)
-    if told.saved is not None:
-        saved = told.saved
-        message.saved.number, message.saved.step, message.saved.directory = saved.number, saved.step, saved.directory
-        if isinstance(saved.outcome, CheckpointInfo):
-            message.saved.checkpoint.CopyFrom(checkpoint_to_pb(saved.outcome))
-        else:
-            message.saved.failure.CopyFrom(to_failure(saved.outcome))
-    if told.begun is not None:
-        begun = told.begun
-        message.begun.number, message.begun.step, message.begun.directory = begun.number, begun.step, begun.directory
-    return message
+    return pb.Told(
+        steps=map(_step_to_pb, told.steps),
+        means=[mean_to_pb(rank, number, given) for number, given in told.means],
+        saved=None if told.saved is None else _ended_to_pb(told.saved),
+        begun=None if told.begun is None else _begun_to_pb(told.begun),
+    )
 
 
 def told_from_pb(told: pb.Told) -> Told:
     """The inverse of :func:`told_to_pb`, without the rank."""
-    steps = tuple(
-        ToldStep(
-            step=each.step,
-            discards=each.discards,
-            discarded=_attempt_from_pb(each.discarded),
-            attempt=_attempt_from_pb(each.attempt),
-            written=tuple(map(write_from_pb, each.written)),
-        )
-        for each in told.steps
-    )
-    saved = None
-    if told.HasField("saved"):
-        had = told.saved
-        outcome = checkpoint_from_pb(had.checkpoint) if had.HasField("checkpoint") else from_failure(had.failure)
-        saved = EndedSave(number=had.number, step=had.step, directory=had.directory, outcome=outcome)
-    begun = None
-    if told.HasField("begun"):
-        begun = BegunSave(number=told.begun.number, step=told.begun.step, directory=told.begun.directory)
-    means = tuple((each.number, mean_from_pb(each)) for each in told.means)
-    return Told(steps=steps, means=means, saved=saved, begun=begun)
-
-
-def _attempt_to_pb(attempt: ToldAttempt) -> pb.Told.Attempt:
-    return pb.Told.Attempt(
-        reports=map(report_to_pb, attempt.reports),
-        norms=map(norm_to_pb, attempt.norms),
-        inputs=None if attempt.inputs is None else inputs_to_pb(attempt.inputs),
+    return Told(
+        steps=tuple(map(_step_from_pb, told.steps)),
+        means=tuple((each.number, mean_from_pb(each)) for each in told.means),
+        saved=_ended_from_pb(told.saved) if told.HasField("saved") else None,
+        begun=_begun_from_pb(told.begun) if told.HasField("begun") else None,
     )
 
 
-def _attempt_from_pb(attempt: pb.Told.Attempt) -> ToldAttempt:
-    return ToldAttempt(
-        reports=tuple(map(report_from_pb, attempt.reports)),
-        norms=tuple(map(norm_from_pb, attempt.norms)),
-        inputs=inputs_from_pb(attempt.inputs) if attempt.HasField("inputs") else None,
-    )
+def _ended_to_pb(saved: EndedSave) -> pb.Told.Saved:
+    message = pb.Told.Saved(number=saved.number, step=saved.step, directory=saved.directory)
+    if isinstance(saved.outcome, CheckpointInfo):
+        message.checkpoint.CopyFrom(checkpoint_to_pb(saved.outcome))
+    else:
+        message.failure.CopyFrom(to_failure(saved.outcome))
+    return message
 
 
-# ---- loops
-
-
-# ---- processes
-
-
-def published_from_pb(notice: pb.NoticesResponse) -> list[Published]:
-    """What an owner has published."""
-    return [Published(each.shard, each.version, each.content, each.total) for each in notice.published]
+def _ended_from_pb(saved: pb.Told.Saved) -> EndedSave:
+    is_complete = saved.HasField("checkpoint")
+    outcome = checkpoint_from_pb(saved.checkpoint) if is_complete else from_failure(saved.failure)
+    return EndedSave(number=saved.number, step=saved.step, directory=saved.directory, outcome=outcome)
 
 
 # ---- errors

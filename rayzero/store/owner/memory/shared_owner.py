@@ -17,7 +17,7 @@ from rayzero.errors import HandshakeError, RayZeroError, StoreClosedError, Store
 from rayzero.memory.planner import OwnerPlan, check_shared
 from rayzero.owner.service import ShardService
 from rayzero.owner.shard import OwnedShard
-from rayzero.protocol.messages import LoopState, ModelSpec, Published, Record, SharedPaths
+from rayzero.protocol.messages import LoopState, ModelSpec, Published, Record, SharedPaths, SharedPlace
 from rayzero.protocol.ownership import Ownership
 from rayzero.quantities import format_bytes
 from rayzero.slabs.arena import Arena
@@ -179,7 +179,8 @@ class SharedOwner:
         """The files that a rank of this host has to map, after the service has attached."""
         assert self._memory is not None
         arena = self._memory.arena
-        places = tuple((key, at.slab, at.offset) for key, at in arena.plan.places.items() if isinstance(key, int))
+        shards = ((key, at) for key, at in arena.plan.places.items() if isinstance(key, int))
+        places = tuple(SharedPlace(shard, at.slab, at.offset) for shard, at in shards)
         return SharedPaths(str(self._own_control().path), tuple(str(slab.path) for slab in arena.slabs), places)
 
     # ---- for owners on other hosts

@@ -1,0 +1,226 @@
+"""Our messages as protobuf's, and back."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import is_dataclass, replace
+from enum import StrEnum
+from typing import Any, get_args, get_origin, get_type_hints
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayzero.concurrency.processes import ProcessIdentity
+from rayzero.errors import RankLeftError, RayZeroError, TransferError
+from rayzero.protocol.messages import (
+    Action,
+    BegunSave,
+    CheckpointInfo,
+    Clamp,
+    Contribution,
+    Decision,
+    Edit,
+    EditKind,
+    EndedSave,
+    FileEntry,
+    FinishReport,
+    LoopState,
+    MeanInput,
+    Norm,
+    NormParts,
+    Published,
+    Record,
+    SharedPaths,
+    SharedPlace,
+    StepInputs,
+    Summand,
+    Told,
+    ToldAttempt,
+    ToldStep,
+    Write,
+)
+from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.wire import translate
+
+TRANSLATED = {
+    "norm": Norm,
+    "write": Write,
+    "checkpoint": CheckpointInfo,
+    "loop_state": LoopState,
+    "process": ProcessIdentity,
+    "contribution": Contribution,
+    "report": FinishReport,
+    "inputs": StepInputs,
+    "decision": Decision,
+    "record": Record,
+    "file": FileEntry,
+    "paths": SharedPaths,
+    "published": Published,
+    "reports": tuple[FinishReport, ...],
+    "parts": NormParts,
+    "mean": MeanInput,
+    "told": Told,
+}
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=5,
+)
+PLAIN = {
+    int: st.integers(0, 2**32 - 1),
+    float: st.floats(allow_nan=False),
+    str: st.text(),
+    bytes: st.binary(),
+    bool: st.booleans(),
+    Any: json_values,
+    type(None): st.none(),
+    RayZeroError: st.nothing(),  # errors are not equal
+}
+
+
+def values(kind: Any) -> st.SearchStrategy[Any]:
+    """Any value of an annotation; reports by rank."""
+    inner = get_args(kind)
+    if kind in PLAIN:
+        return PLAIN[kind]
+    if is_dataclass(kind) or hasattr(kind, "_fields"):
+        return st.builds(kind, **{name: values(hint) for name, hint in get_type_hints(kind).items()})
+    if isinstance(kind, type) and issubclass(kind, StrEnum):
+        return st.sampled_from(kind)
+    if kind == tuple[FinishReport, ...]:
+        reports = st.lists(values(FinishReport), max_size=4, unique_by=lambda report: report.rank)
+        return reports.map(lambda found: tuple(sorted(found, key=lambda report: report.rank)))
+    if get_origin(kind) is dict:
+        return st.dictionaries(*map(values, inner), max_size=3)
+    if get_origin(kind) is not tuple:
+        return st.one_of(*map(values, inner))
+    return st.lists(values(inner[0]), max_size=3).map(tuple) if inner[-1] is ... else st.tuples(*map(values, inner))
+
+
+def through_bytes(name: str, value: Any) -> Any:
+    """A value of ours that was a protobuf message's bytes."""
+    to_pb, from_pb = getattr(translate, f"{name}_to_pb"), getattr(translate, f"{name}_from_pb")
+    if name == "mean":
+        return from_pb(pb.MeanRequest.FromString(to_pb(3, 7, value, former=True).SerializeToString()))
+    if name == "parts":
+        return from_pb(value.step, pb.CollectResponse.FromString(to_pb(value).SerializeToString()))
+    if name == "reports":
+        return from_pb(pb.Reports.FromString(group.SerializeToString()) for group in to_pb(value))
+    message = to_pb(value, 3) if name == "told" else to_pb(value)
+    return from_pb(type(message).FromString(message.SerializeToString()))
+
+
+@pytest.mark.parametrize("name", TRANSLATED)
+@given(st.data())
+def test_what_comes_is_what_was_sent(name: str, data: st.DataObject) -> None:
+    value = data.draw(values(TRANSLATED[name]))
+    found = through_bytes(name, value)
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_every_translation_is_tested() -> None:
+    public = {name.removesuffix("_to_pb") for name in vars(translate) if name.endswith("_to_pb") and name[0] != "_"}
+    assert public == set(TRANSLATED)
+
+
+def test_messages_say_what_our_values_do() -> None:
+    summed = Contribution(
+        step=9, attempt=0, rank=1, unit=2, seq=3, presence=b"\x05", summands=(Summand(1, 4, 2), Summand(2, 0, 1))
+    )
+    assert translate.contribution_to_pb(summed) == pb.Contribution(
+        step=9,
+        rank=1,
+        unit=2,
+        seq=3,
+        presence=b"\x05",
+        summands=[pb.Summand(rank=1, attempt=4, pushes=2), pb.Summand(rank=2, pushes=1)],
+    )
+    decision = Decision(
+        step=3, attempts=(0, 2), action=Action.SKIP, scale=0.5, norm=2.0, hyper=({"lr": 0.1, "betas": [0.9, 1.0]}, {})
+    )
+    assert translate.decision_to_pb(decision) == pb.Decision(
+        step=3,
+        attempts=[0, 2],
+        action=pb.ACTION_SKIP,
+        scale=0.5,
+        norm=2.0,
+        hyper=b'[{"betas":[0.9,1.0],"lr":0.1},{}]',
+        limit=math.inf,
+    )
+    paths = SharedPaths("/dev/shm/c", ("/dev/shm/a", "/dev/shm/b"), (SharedPlace(5, 1, 4096), SharedPlace(6, 0, 0)))
+    assert translate.paths_to_pb(paths) == pb.SharedFiles(
+        control="/dev/shm/c",
+        tensors=["/dev/shm/a", "/dev/shm/b"],
+        places=[pb.SharedFiles.Place(shard=5, file=1, offset=4096), pb.SharedFiles.Place(shard=6)],
+    )
+    entry = FileEntry(name="a", size_bytes=1, sha256="0" * 64, content={"w": {"dtype": "fp32"}})
+    content = b'{"w":{"dtype":"fp32"}}'
+    assert translate.file_to_pb(entry) == pb.FileEntry(name="a", size_bytes=1, sha256="0" * 64, content=content)
+
+
+def test_what_a_rank_has_told_the_lead_says_which_rank_that_is() -> None:
+    report = FinishReport(step=1, attempt=1, rank=3, counts=(2, 0), clamp=Clamp(scale=0.0, limit=0.0))
+    inputs = StepInputs(edits=(Edit(EditKind.CLIP_VALUE, 2.0),), hyper=())
+    told = Told(
+        steps=(ToldStep(step=1, attempt=ToldAttempt(reports=(report, replace(report, clamp=None)), inputs=inputs)),),
+        means=((7, MeanInput(values=(1.5,), weight=2.0)),),
+        saved=EndedSave(number=0, step=0, directory="", outcome=RankLeftError("rank 1 left")),
+        begun=BegunSave(number=0, step=0, directory=""),
+    )
+    message = translate.told_to_pb(told, 3)
+    step = pb.Told.Step(
+        step=1,
+        discarded=pb.Told.Attempt(),
+        attempt=pb.Told.Attempt(
+            reports=[
+                pb.FinishReport(step=1, attempt=1, rank=3, counts=[2, 0], clamp=pb.Clamp()),
+                pb.FinishReport(step=1, attempt=1, rank=3, counts=[2, 0]),
+            ],
+            inputs=pb.StepInputs(edits=[pb.Edit(kind=pb.EDIT_KIND_CLIP_VALUE, value=2.0)], hyper=b"[]"),
+        ),
+    )
+    assert message == pb.Told(
+        steps=[step],
+        means=[pb.MeanRequest(rank=3, number=7, values=[1.5], weight=2.0)],
+        saved=pb.Told.Saved(failure=pb.Failure(error="RankLeftError", message="rank 1 left")),
+        begun=pb.Told.Begun(),
+    )
+    assert repr(translate.told_from_pb(message)) == repr(told)
+
+
+DECISION = {"action": pb.ACTION_APPLY, "hyper": b"[]"}
+
+
+@pytest.mark.parametrize(
+    ("read", "sent", "what"),
+    [
+        (translate.decision_from_pb, pb.Decision(hyper=b"[]"), r"Decision.action is 0, which is none of apply, skip"),
+        (translate.decision_from_pb, pb.Decision(**{**DECISION, "action": 9}), r"Decision.action is 9, which is none"),
+        (translate.decision_from_pb, pb.Decision(**{**DECISION, "hyper": b""}), r"Decision.hyper is b'', .* no list"),
+        (translate.decision_from_pb, pb.Decision(**{**DECISION, "hyper": b'{"lr":1}'}), r"which is no list in JSON"),
+        (
+            translate.decision_from_pb,
+            pb.Decision(**{**DECISION, "hyper": b"[" * 100_000}),
+            r"is b'\[+\.\.\.\[+', which",
+        ),
+        (
+            translate.inputs_from_pb,
+            pb.StepInputs(edits=[pb.Edit(kind=4)], hyper=b"[]"),
+            r"Edit.kind is 4, .* clip_norm",
+        ),
+        (translate.inputs_from_pb, pb.StepInputs(hyper=b"\xff"), r"StepInputs.hyper is b'\\xff'"),
+        (
+            translate.file_from_pb,
+            pb.FileEntry(content=b"[]"),
+            r"FileEntry.content is b'\[\]', which is no dict in JSON",
+        ),
+        (translate.record_from_pb, pb.Record(), r"Decision.action is 0"),
+        (translate.reports_from_pb, [pb.Reports(runs=[0, 1, 2])], r"an odd number of runs"),
+    ],
+)
+def test_what_is_not_ours_is_refused_by_name(read: Any, sent: Any, what: str) -> None:
+    with pytest.raises(TransferError, match=what):
+        read(sent)
