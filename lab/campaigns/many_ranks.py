@@ -60,7 +60,7 @@ from rayzero.protocol.messages import (
 from rayzero.protocol.ownership import owner_map
 from rayzero.security.addresses import host_of
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.host.links.channel import Caller
+from rayzero.store.host.channel import Caller
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import OwnerServer, serve_models
 from rayzero.store.wire import translate

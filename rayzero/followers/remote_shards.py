@@ -24,7 +24,7 @@ from rayzero.followers.held_version import Content, Shards, Tally
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.records import parse_record
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.host.links.channel import QUICK_S, Caller, Channel
+from rayzero.store.host.channel import QUICK_S, Caller, Channel
 from rayzero.store.wire.payload import Assembly, byte_view
 from rayzero.store.wire.rpc import CallTerms, LinkNumber
 from rayzero.store.wire.tensor_streams import Transfer

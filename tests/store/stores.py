@@ -18,7 +18,7 @@ from rayzero.protocol.store import ParameterStore
 from rayzero.slabs.sweep import SHARED_MEMORY
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.inprocess import LocalConnection, LocalOwners
-from rayzero.store.owner.entrances.transfers import TransferCalls
+from rayzero.store.owner.entrances.access import TransferCalls
 from rayzero.store.owner.hosted import ByModel, HostedModels
 from rayzero.store.owner.server import OwnerServer, serve_models
 from rayzero.store.rank.rank_store import RankStore

@@ -11,8 +11,8 @@ from rayzero.concurrency.futures import settled
 from rayzero.errors import HandshakeError, StateLostError
 from rayzero.protocol.messages import SharedPaths
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.host.links.channel import Channel
-from rayzero.store.host.links.owner_link import OwnerLink
+from rayzero.store.host.channel import Channel
+from rayzero.store.host.owner_link import OwnerLink
 from rayzero.store.remote.handshake import Handshake
 from rayzero.store.wire import translate
 

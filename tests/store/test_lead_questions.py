@@ -21,10 +21,10 @@ from rayzero.errors import (
 )
 from rayzero.protocol.messages import MeanInput
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.host.channel import Caller
 from rayzero.store.host.door import Door
 from rayzero.store.host.lead_questions import LeadQuestions
-from rayzero.store.host.links.channel import Caller
-from rayzero.store.host.links.owner_link import OwnerLink
+from rayzero.store.host.owner_link import OwnerLink
 from rayzero.store.owner.calls.long_polls import Repeats, answers_to, begin_questions
 from rayzero.store.owner.served_model import ServedModel
 from rayzero.store.shm.signals import available

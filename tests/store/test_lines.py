@@ -24,8 +24,8 @@ from rayzero.layout.model_layout import Shard
 from rayzero.slabs.sweep import list_slabs
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.host import transfer_calls as transfers
-from rayzero.store.host.links.channel import BrokenLinkError, Caller, NoAnswerError
-from rayzero.store.host.links.line_channel import LineChannel
+from rayzero.store.host.channel import BrokenLinkError, Caller, NoAnswerError
+from rayzero.store.host.line_channel import LineChannel
 from rayzero.store.host.transfer_calls import Sending
 from rayzero.store.owner.entrances import lobby as entrance
 from rayzero.store.owner.entrances.lobby import CallsInMemory, ParcelStream

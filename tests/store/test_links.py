@@ -319,7 +319,7 @@ def test_an_owner_that_was_never_there_is_not_waited_for() -> None:
 def test_an_owner_that_dies_before_a_rank_has_met_it_is_waited_for_if_it_gets_a_successor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rayzero.store.host.links.owner_link._FIRST_S", 0.1)
+    monkeypatch.setattr("rayzero.store.host.owner_link._FIRST_S", 0.1)
     spec = toy_spec(1)
     with net(spec) as made:
         addresses = [proxy.address for proxy in made.for_ranks]
@@ -459,7 +459,7 @@ def test_an_owner_that_dies_while_a_rank_attaches_is_not_waited_for() -> None:
 
 
 def test_the_lead_names_an_owner_that_dies_to_ranks_that_cannot_see_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rayzero.store.host.links.owner_link.SeenProcess.open", lambda _: None)
+    monkeypatch.setattr("rayzero.store.host.owner_link.SeenProcess.open", lambda _: None)
     spec = toy_spec(1)
     with forked(OWNER.format(owner=0, token=TOKEN)) as zero, forked(OWNER.format(owner=1, token=TOKEN)) as one:
         addresses = [zero.said(), one.said()]

@@ -28,13 +28,12 @@ from rayzero.slabs.sweep import SHARED_MEMORY, list_slabs
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.host import mirror_memory
 from rayzero.store.host import transfer_calls as transfers
-from rayzero.store.host.links.channel import BrokenLinkError, Caller, Channel, NoAnswerError
-from rayzero.store.host.links.line_channel import LineChannel
+from rayzero.store.host.channel import BrokenLinkError, Caller, Channel, NoAnswerError
+from rayzero.store.host.line_channel import LineChannel
 from rayzero.store.host.transfer_calls import Sending
 from rayzero.store.owner.entrances import pipes as piping
-from rayzero.store.owner.entrances.access import AccessCheck
+from rayzero.store.owner.entrances.access import AccessCheck, TransferCalls
 from rayzero.store.owner.entrances.lobby import CallsInMemory
-from rayzero.store.owner.entrances.transfers import TransferCalls
 from rayzero.store.owner.server import serve_models
 from rayzero.store.owner.streams import ShardDestination
 from rayzero.store.owner.tensor_port import TensorPort

@@ -13,7 +13,7 @@ from rayzero.concurrency.futures import failed, settled
 from rayzero.errors import StallError
 from rayzero.protocol.gradient_sum import NOTHING_LEFT, FormerRank, GradientMemory
 from rayzero.protocol.messages import Contribution, Published, Pushed
-from rayzero.store.host.links.channel import BrokenLinkError, Channel
+from rayzero.store.host.channel import BrokenLinkError, Channel
 from rayzero.store.host.waits import PublishBoard, PushOrder
 from rayzero.store.host.wire_transfers import PushedUnit, WireTransfers
 from rayzero.store.rank.gradient_region import gradient_memory, gradient_region

@@ -154,8 +154,8 @@ ASKS = """
     import sys, threading
     from rayzero.errors import RayZeroError
     from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-    from rayzero.store.host.links.channel import Caller
-    from rayzero.store.host.links.channel import Channel
+    from rayzero.store.host.channel import Caller
+    from rayzero.store.host.channel import Channel
     from rayzero.store.wire.rpc import LinkNumber
     channel = Channel(Caller.rank(0), "optimizer 0", ":".join(sys.argv[1:]), LinkNumber("rank 0", 1), (), None)
     call = channel.start("Describe", pb.DescribeRequest(shard=0), 1.5)

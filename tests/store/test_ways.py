@@ -12,7 +12,7 @@ import torch
 from rayzero.concurrency.futures import Gather
 from rayzero.errors import EpochOverError, StoreClosedError
 from rayzero.protocol.messages import COMPUTE, Contribution, Published
-from rayzero.store.host.links.channel import Caller
+from rayzero.store.host.channel import Caller
 from rayzero.store.host.waits import PublishBoard, StallWatch
 from rayzero.store.remote.ways import Ways
 from rayzero.store.shm.shared_plan import SharedPlan

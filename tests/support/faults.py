@@ -225,14 +225,14 @@ POINTS = {
     "rank.save": Point(f"{_STORE}.save", _BEFORE),
     "rank.save-asked": Point(f"{_STORE}.save", _AFTER),
     "rank.call": Point(
-        "rayzero.store.host.links.channel:Channel.start",
+        "rayzero.store.host.channel:Channel.start",
         _BEFORE,
         repeats=True,
         lost=strikes.lose_call,
         counts=strikes.method_of_call,
     ),
     "rank.answer": Point(
-        "rayzero.store.host.links.owner_link:_Ask._answered",
+        "rayzero.store.host.owner_link:_Ask._answered",
         _BEFORE,
         lost=strikes.lose_answer,
         counts=strikes.method_of_ask,

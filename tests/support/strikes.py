@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from rayzero.owner.shard import OwnedShard
 from rayzero.protocol.messages import Record
 from rayzero.slabs.slab import Slab
-from rayzero.store.host.links.channel import BrokenLinkError
+from rayzero.store.host.channel import BrokenLinkError
 from rayzero.store.shm import words
 from rayzero.store.shm.signals import load_acquire_64, store_release_64
 from rayzero.store.wire import translate

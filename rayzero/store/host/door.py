@@ -19,12 +19,12 @@ from rayzero.errors import HandshakeError, RayZeroError, StoreClosedError, Store
 from rayzero.layout.model_layout import Shard
 from rayzero.protocol.messages import Write
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.host.channel import Caller
 from rayzero.store.host.host_sums import HostSums, SummedRanks
 from rayzero.store.host.lead_questions import LeadQuestions
-from rayzero.store.host.links.channel import Caller
-from rayzero.store.host.links.owner_link import AnyChannel, LinkUser, OwnerLink
 from rayzero.store.host.mirror_memory import MirrorMemory
 from rayzero.store.host.mirrors import Mirror
+from rayzero.store.host.owner_link import AnyChannel, LinkUser, OwnerLink
 from rayzero.store.host.transfer_calls import TransferThreads
 from rayzero.store.host.waits import PublishBoard, PushOrder, StallWatch
 from rayzero.store.host.wire_transfers import WireTransfers

@@ -28,7 +28,7 @@ from rayzero.slabs.arena import Arena
 from rayzero.slabs.header import SlabFacts
 from rayzero.slabs.slab import Slab
 from rayzero.slabs.sweep import FoundSlab
-from rayzero.store.host.links.owner_link import AnyChannel
+from rayzero.store.host.owner_link import AnyChannel
 from rayzero.store.host.wire_transfers import PushedUnit, WireTransfers
 from rayzero.store.shm.shared_plan import RANK, SharedPlan, of_lineage
 from rayzero.store.shm.words import Finishes, Part, Stamps, cell_of, key_digest, settled

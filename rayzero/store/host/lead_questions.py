@@ -26,8 +26,8 @@ from typing import Any, Generic, TypeVar
 from rayzero.concurrency.futures import fail, failed, settle
 from rayzero.errors import RayZeroError, StoreClosedError
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.host.links.channel import NoAnswerError
-from rayzero.store.host.links.owner_link import OwnerLink
+from rayzero.store.host.channel import NoAnswerError
+from rayzero.store.host.owner_link import OwnerLink
 from rayzero.store.wire.rpc import POLL_MARGIN_S
 from rayzero.store.wire.translate import from_failure
 

@@ -21,9 +21,9 @@ from rayzero.concurrency.futures import Gather
 from rayzero.concurrency.threads import use_torch_threads
 from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.host.links.channel import QUICK_S, Channel
-from rayzero.store.host.links.line_channel import LineChannel
-from rayzero.store.host.links.owner_link import AnyChannel
+from rayzero.store.host.channel import QUICK_S, Channel
+from rayzero.store.host.line_channel import LineChannel
+from rayzero.store.host.owner_link import AnyChannel
 from rayzero.store.shm.lines import room_for
 from rayzero.store.wire.payload import Assembly, byte_view
 

@@ -27,8 +27,8 @@ from rayzero.errors import RayZeroError, StallError, StoreClosedError, TransferE
 from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.protocol.messages import COMPUTE, PRODUCT, STORED, Contribution
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.host.links.channel import BrokenLinkError, NoStreamError
-from rayzero.store.host.links.owner_link import AnyChannel, LinkDownError, OwnerLink
+from rayzero.store.host.channel import BrokenLinkError, NoStreamError
+from rayzero.store.host.owner_link import AnyChannel, LinkDownError, OwnerLink
 from rayzero.store.host.transfer_calls import (
     Batches,
     Download,

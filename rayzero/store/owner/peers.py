@@ -1,7 +1,7 @@
 """How the lead reaches an owner in another process: over gRPC or, within a step on its host, through a mailbox.
 
 A link that breaks fails nothing: calls that had no answer are repeated over a new channel, with back-off, and the owner
-executes each once (store/host/links/owner_link.py does the same for ranks)."""
+executes each once (store/host/owner_link.py does the same for ranks)."""
 
 from __future__ import annotations
 

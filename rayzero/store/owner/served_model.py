@@ -35,8 +35,8 @@ from rayzero.protocol.ownership import owner_map
 from rayzero.quantities import count
 from rayzero.security.credentials import Identity
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.host.channel import Caller
 from rayzero.store.host.door import Door, require_away
-from rayzero.store.host.links.channel import Caller
 from rayzero.store.host.mirror_memory import MirrorMemory
 from rayzero.store.owner.calls.long_polls import Repeats
 from rayzero.store.owner.calls.rank_links import RankLinks, RunningCalls

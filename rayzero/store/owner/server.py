@@ -20,9 +20,8 @@ from rayzero.protocol.messages import LoopState, ModelSpec
 from rayzero.protocol.ownership import Ownership, Prepared, device_owners
 from rayzero.security.addresses import host_of, is_loopback
 from rayzero.security.credentials import Identity
-from rayzero.store.owner.entrances.access import AccessCheck
+from rayzero.store.owner.entrances.access import AccessCheck, TransferCalls
 from rayzero.store.owner.entrances.lobby import CallsInMemory
-from rayzero.store.owner.entrances.transfers import TransferCalls
 from rayzero.store.owner.handlers import ModelCalls
 from rayzero.store.owner.hosted import ByModel, HostedModels
 from rayzero.store.owner.memory.next_epoch import PreparedMemory, prepare

@@ -15,8 +15,8 @@ from rayzero.concurrency.processes import this_process
 from rayzero.errors import HandshakeError, RayZeroError, StateLostError
 from rayzero.protocol.messages import PROTOCOL_VERSION, ModelSpec, SharedPaths
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.host.links.channel import QUICK_S
-from rayzero.store.host.links.owner_link import AnyChannel, OwnerLink, answers_of
+from rayzero.store.host.channel import QUICK_S
+from rayzero.store.host.owner_link import AnyChannel, OwnerLink, answers_of
 from rayzero.store.wire import translate
 from rayzero.store.wire.translate import from_failure
 

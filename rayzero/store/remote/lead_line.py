@@ -39,7 +39,7 @@ from rayzero.protocol.messages import (
 )
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.host.lead_questions import LongPoll
-from rayzero.store.host.links.owner_link import OwnerLink
+from rayzero.store.host.owner_link import OwnerLink
 from rayzero.store.host.waits import StallWatch
 from rayzero.store.rank.connection import Epochs
 from rayzero.store.rank.shared_memory import SharedRank

@@ -18,8 +18,8 @@ from rayzero.protocol.messages import Attached, LoopState, ModelSpec, Pushed, Sh
 from rayzero.protocol.ownership import Ownership
 from rayzero.security.credentials import Identity
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.host.links.channel import QUICK_S, Caller
-from rayzero.store.host.links.owner_link import AnyChannel, LinkUser, OwnerLink, say_goodbye
+from rayzero.store.host.channel import QUICK_S, Caller
+from rayzero.store.host.owner_link import AnyChannel, LinkUser, OwnerLink, say_goodbye
 from rayzero.store.host.waits import PublishBoard, StallWatch
 from rayzero.store.rank.connection import Epochs, GradientSender, Joined, nothing
 from rayzero.store.rank.rank_memory import RankMemory

@@ -15,8 +15,8 @@ from rayzero.errors import RayZeroError
 from rayzero.layout.model_layout import Shard
 from rayzero.protocol.gradient_sum import NOTHING_LEFT, FormerRank, has_totals
 from rayzero.protocol.messages import Contribution, Pushed
-from rayzero.store.host.links.channel import QUICK_S, BrokenLinkError
-from rayzero.store.host.links.owner_link import AnyChannel, OwnerLink, answers_of
+from rayzero.store.host.channel import QUICK_S, BrokenLinkError
+from rayzero.store.host.owner_link import AnyChannel, OwnerLink, answers_of
 from rayzero.store.host.transfer_calls import TransferThreads
 from rayzero.store.host.waits import Describe, PublishBoard, PushOrder, StallWatch
 from rayzero.store.host.wire_transfers import PushedUnit, WireTransfers

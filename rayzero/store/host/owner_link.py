@@ -29,8 +29,8 @@ from rayzero.concurrency.processes import ProcessIdentity, SeenProcess
 from rayzero.errors import RayZeroError, StallError, StateLostError, StoreClosedError, StoreError
 from rayzero.security.credentials import utc
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.host.links.channel import QUICK_S, BrokenLinkError, Caller, Channel, NoAnswerError
-from rayzero.store.host.links.line_channel import LineChannel
+from rayzero.store.host.channel import QUICK_S, BrokenLinkError, Caller, Channel, NoAnswerError
+from rayzero.store.host.line_channel import LineChannel
 from rayzero.store.shm.lines import Lobby
 from rayzero.store.traffic import count_reconnect
 from rayzero.store.wire import translate

@@ -25,7 +25,7 @@ from rayzero.concurrency.futures import fail, failed, settle
 from rayzero.concurrency.processes import SeenProcess, this_process
 from rayzero.errors import RayZeroError, StoreClosedError, StoreError, TransferError
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.host.links.channel import BrokenLinkError, Caller, NoAnswerError
+from rayzero.store.host.channel import BrokenLinkError, Caller, NoAnswerError
 from rayzero.store.shm.lines import QUESTION_BYTES, Line, Lobby, Parcel, room_for
 from rayzero.store.shm.mailbox import Asker
 from rayzero.store.shm.signals import Listener

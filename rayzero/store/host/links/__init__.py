@@ -1,1 +1,0 @@
-"""Links to owners: channels that break and are opened again."""
