@@ -166,7 +166,7 @@ def take_turns(
     connect: Any = context.connect
     table, reach = connect.args[1].args[0], connect.args[1].func
     shapes = [value.shape for value in rayzero.full_state_dict(model).values()]
-    orders.put((context.run, list(table._addresses), follower_token(reach.token), shapes))
+    orders.put((context.run, list(table._addresses), follower_token(reach.service.token), shapes))
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=0, world_size=2)
     port = answers.get(timeout=_PATIENCE_S)
     step = 0

@@ -114,7 +114,8 @@ class ZeroConfig(ZeroSetters):
 
     overlap: Overlap = "forward"
     """"forward": step() returns at once and the update runs under the next forward. "none": step() waits for the
-    update. A CPU rank whose cores the update needs waits before its next forward in any case."""
+    update, as it always does in a script alone on a CPU, where both need the same cores. A CPU rank that computes on
+    all cores of the owners' host waits before its next forward in any case."""
 
     max_grad_norm: Positive | None = None
     """Every step() clips the global gradient norm to this, in the same message as the finish; None: no clipping."""

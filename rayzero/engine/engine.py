@@ -85,7 +85,11 @@ class Engine:
         self.since = Since(measured)  # counts of the rank, for stats()
         self.clock = step.clock
         self.passes = PassTimes(layout.units, step.clock, recorder.spans)
-        self._overlaps = config.overlap == "forward" and config.overlap_computation
+        self._overlaps = (
+            config.overlap == "forward"
+            and config.overlap_computation
+            and not transfers.owners_are_here  # they would take the next forward's cores
+        )
         self._updating = False  # the last step's update may not be over
         self.calls: list[UnitCalls] = []
         self._sums = GradientSums()  # offload_grads=False
@@ -209,7 +213,8 @@ class Engine:
         self._in_forward = True
         self.clock.enter("forward")
         if self._updating and self.transfers.owners_share_cores(self.trained.of_unit):
-            self._wait_updated()
+            self._updating = False
+            self.cache.wait_published()
         if graph_task_id() < 0:  # in a backward the whole model is recomputed, and that task goes on
             self._trains_in = current_thread()
             self.collector.drain()
@@ -367,16 +372,11 @@ class Engine:
             self.cache.prefetch_first()
         else:
             self.cache.prefetch_all()
-        self._updating = True
+        self._updating = self._overlaps
         if not self._overlaps:
-            self._wait_updated()
+            self.step_state.wait_decided()
+            self.cache.wait_published()
         self.clock.step_over(self.step_state.step)
-
-    def _wait_updated(self) -> None:
-        """Wait until the last step's update is over."""
-        self._updating = False
-        self.step_state.wait_decided()
-        self.cache.wait_published()
 
     @outside_modes
     def discard(self, *, set_to_none: bool = True) -> None:

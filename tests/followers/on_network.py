@@ -32,7 +32,7 @@ def describe(context: RankContext, folder: Path, **entries: Any) -> None:
         "addresses": list(table._addresses),
         "config": {"zero": ZeroConfig(transport="grpc").model_dump(mode="json")},
     }
-    write_key(folder, FOLLOWER_FILE, key(reach.token, reach.tls))
+    write_key(folder, FOLLOWER_FILE, key(reach.service.token, reach.service.tls))
     replace_file(folder / "run.json", json.dumps(record | entries))
 
 

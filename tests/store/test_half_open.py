@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from rayzero.store.host import owner_link
 
 from rayzero.concurrency.processes import ProcessIdentity
 from rayzero.errors import HandshakeError, StateLostError
+from rayzero.store.host import owner_link
 from rayzero.store.owner import handlers
 from rayzero.store.remote import handshake
 from store.proxy import Proxy

@@ -434,7 +434,7 @@ def test_a_line_ends_whose_owner_has_closed_the_lobby_before_it_was_made(slab_di
     with closing(LineChannel(Caller.rank(5), "optimizer 0", found, LinkNumber("rank 5", 1), metadata, TOKEN)) as late:
         started = late.start("Describe", pb.DescribeRequest(), WAIT) if not late._ended else None
         with pytest.raises(BrokenLinkError, match="the owner serves no more"):
-            list(late.messages(late.notices))
+            list(late.notices())
         assert started is None or isinstance(started.exception(), BrokenLinkError)
     assert list_slabs(slab_dir) == []
 

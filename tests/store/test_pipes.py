@@ -262,7 +262,7 @@ def test_a_door_and_its_ranks_share_one_connection(channel: LineChannel, owner: 
             each.answer(each.start("Describe", pb.DescribeRequest(), WAIT))
         assert [far.users for far in open_to(owner.address)] == [2]
     assert len(peers) == 1
-    assert [far.users for far in open_to(owner.address)] == [1]
+    until(lambda: [far.users for far in open_to(owner.address)] == [1])
 
 
 # ---- breaks

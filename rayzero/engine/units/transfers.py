@@ -12,7 +12,8 @@ instead of keeping the whole model's gradients.
 
 [Note: all cores] Torch's threads meet at a barrier after each operation, and spin there. If another thread has one of
 the cores meanwhile, the others wait for as long. So a CPU rank that computes on all cores, or with owners in its
-process, gathers gradients in its computing threads, and begins no forward while owners of its host update.
+process, gathers gradients in its computing threads, and begins no forward while owners of its host update (with owners
+in its process, its step() waits for that).
 """
 
 from __future__ import annotations
@@ -79,11 +80,15 @@ class UnitTransfers:
         self.lane: Lane = ThreadLane()  # copies units; its clock is the computation's
         self.link: LinkSpeed | None = None  # between device and host memory; None: not measured
 
+    @property
+    def owners_are_here(self) -> bool:
+        """Whether owners compute in the rank's process, on the cores that it computes on."""
+        return self.store.in_process
+
     def owners_share_cores(self, units: Iterable[int]) -> bool:
-        """Whether the owners of any of ``units`` compute on the cores that the rank computes on: in its process; or on
-        its host, if it computes on all cores. See [Note: all cores]."""
-        here = self._has_all_cores and any(self.store.mapped(unit) is not None for unit in units)
-        return self.store.in_process or here
+        """Whether the rank computes on all cores of a host where owners of any of ``units`` are. See
+        [Note: all cores]."""
+        return self._has_all_cores and any(self.store.mapped(unit) is not None for unit in units)
 
     def fetch(
         self,
@@ -265,8 +270,13 @@ class DeviceTransfers(UnitTransfers):
         assert staged is not None, "a pool without a limit always has room"
         return staged.tensor.view(unit.dtype), staged
 
-    def owners_share_cores(self, units: Iterable[int]) -> bool:
+    @property
+    def owners_are_here(self) -> bool:
         """See ``UnitTransfers``: the rank computes on its device."""
+        return False
+
+    def owners_share_cores(self, units: Iterable[int]) -> bool:
+        """See ``UnitTransfers``: as above."""
         return False
 
     def _is_mapped(self, unit: UnitLayout) -> bool:

@@ -109,14 +109,14 @@ class Channel:
         awaited: Sequence[int] = (),
     ) -> None:
         """``peer``: the owner, for messages. ``shown``: None: without TLS. ``awaited``: ranks that must have attached
-        to the owner before it sends a notice."""
+        to the owner before it sends a notice. Not on the event loop."""
         self.link = link
         self._caller, self.peer = caller, f"{caller.name}, {peer}"
         self._metadata, self._methods = (*metadata, *link.metadata), methods(caller.service)
         self._lock, self._given_up = threading.Lock(), False
         self.met = False  # the owner has answered, or it may get a successor
         self._loop = shared_loop()
-        self._grpc = self._loop.run(_taken(address, shown), QUICK_S)  # freed by: close()
+        self._grpc = self._loop.submit(_taken(address, shown)).result()  # freed by: close()
         self._tensors = TensorStreams(address, self._expect)
         self._deadlines = WeakKeyDictionary[Future[Any], float]()  # of calls: monotonic seconds
         self._heard: SimpleQueue[pb.NoticesResponse | Exception] = SimpleQueue()
@@ -210,7 +210,7 @@ class Channel:
         self._heard.put(CancelledError())
 
     def close(self) -> None:
-        """End every call; waits until all callbacks of calls have run. Not on the event loop. Idempotent."""
+        """End every call; waits until all callbacks of calls have run. Idempotent."""
         self.give_up()
         self._tensors.close()
         for call in list(self._deadlines):
@@ -218,9 +218,9 @@ class Channel:
         with self._lock:
             following, self._following = self._following, None  # which keeps gRPC's call, and that the connection
         if following is not None:
-            self._loop.run(self._leave(), QUICK_S)
+            self._loop.loop.call_soon_threadsafe(self._leave)
 
-    async def _leave(self) -> None:
+    def _leave(self) -> None:
         shared_channels().leave(self._grpc)
 
 

@@ -35,6 +35,7 @@ from rayzero.store.wire.rpc import (
     OWNER_SERVICE,
     CallTerms,
     LinkNumber,
+    Metadata,
     break_of,
     from_status,
     is_broken_link,
@@ -78,6 +79,10 @@ class _Channel:
 
     link: LinkNumber
     grpc: GrpcChannel
+    metadata: Metadata  # of each call
+
+    async def call(self, method: str, request: Any, timeout_s: float) -> Any:
+        return await self.grpc.call(_METHODS[method], request, timeout_s, (*self.metadata, *self.link.metadata))
 
 
 class RemotePeer:
@@ -238,8 +243,7 @@ class RemotePeer:
                 return None
             channel = self._channel
             try:
-                left_s, metadata = max(0.0, deadline - time.monotonic()), (*self._metadata, *channel.link.metadata)
-                answer = await channel.grpc.call(_METHODS[method], request, left_s, metadata)
+                answer = await channel.call(method, request, max(0.0, deadline - time.monotonic()))
             except grpc.RpcError as error:
                 if channel is self._channel and not is_broken_link(error, met=self._met):
                     raise from_status(error, self._name) from error
@@ -259,7 +263,7 @@ class RemotePeer:
         raise self._over
 
     async def _open(self, before: LinkNumber) -> _Channel:
-        return _Channel(before.next(), GrpcChannel(self._address, self._tls))
+        return _Channel(before.next(), GrpcChannel(self._address, self._tls), self._metadata)
 
     async def _reopen(self, broken: _Channel) -> None:
         """Replace a channel, once; its other calls end, and are repeated as this one is."""
