@@ -74,9 +74,19 @@ def everyone_of(pid: int) -> list[psutil.Process]:
 
 
 def still_there(processes: Iterable[psutil.Process], timeout_s: float) -> list[str]:
-    """Those that have not ended after a while, by command line."""
-    _, alive = psutil.wait_procs(list(processes), timeout=timeout_s)
-    return [" ".join(process.cmdline()) for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    """Those that have not ended after a while, by command line. A process that is killed takes a moment to end, and stays
+    as a zombie until its parent, which may not be this process, has asked how it ended."""
+    alive, until = list(processes), time.monotonic() + timeout_s
+    while (alive := [process for process in alive if _lives(process)]) and time.monotonic() < until:
+        time.sleep(0.02)
+    return [" ".join(process.cmdline()) for process in alive]
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def listens(address: str) -> bool:

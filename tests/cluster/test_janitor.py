@@ -182,7 +182,7 @@ def test_processes_that_stay_are_killed(owner, tmp_path):
 def test_a_driver_that_ends_well_takes_its_janitor_with_it(driver):
     driver.process.communicate("end\n", timeout=60)
     assert driver.process.returncode == 0
-    assert not driver.janitor.is_running()
+    assert still_there([driver.janitor], timeout_s=20) == []
     assert (len(left(driver.slabs)), left(driver.targets)) == (1, [])
     assert driver.owner.poll() is None
 
