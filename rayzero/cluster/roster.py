@@ -354,7 +354,7 @@ class LocalProcesses:
     def __init__(self) -> None:
         self._processes: dict[str, psutil.Process] = {}
         self._ending: list[psutil.Process] = []  # told to end, and missed by nobody
-        self.janitor: Janitor | None = None  # is told of the processes. freed by: close()
+        self.janitor: Janitor | None = None  # watches the processes. freed by: close()
 
     def find(self, everyone: Mapping[str, Member], here: str) -> None:
         """Note those of ``everyone`` that are on the node ``here``, for the janitor too."""

@@ -74,8 +74,9 @@ def everyone_of(pid: int) -> list[psutil.Process]:
 
 
 def still_there(processes: Iterable[psutil.Process], timeout_s: float) -> list[str]:
-    """Those that have not ended after a while, by command line. A process that is killed takes a moment to end, and stays
-    as a zombie until its parent, which may not be this process, has asked how it ended."""
+    """Those that have not ended after a while, by command line.
+
+    A killed process takes a moment to end, and is a zombie until its parent has asked how."""
     alive, until = list(processes), time.monotonic() + timeout_s
     while (alive := [process for process in alive if _lives(process)]) and time.monotonic() < until:
         time.sleep(0.02)

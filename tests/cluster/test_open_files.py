@@ -44,8 +44,8 @@ def test_a_thousand_ranks_written_out() -> None:
     assert files_of_owner(1000, 276, 0, 20) == PROCESS + ENTERING + ranks + 276 * 2 + 2 + shards + doors + from_doors
     # such a one: 50 ranks of its host, 950 that ask, 256 owners
     assert files_of_door(1000, 276, 50, 20) == PROCESS + ENTERING + 2 + 50 * 10 + 950 + 256 * 2 * 6 + 50 * 5
-    # if it calls them for its ranks: a channel to each, and of each rank a line to each, with the rank's pidfd
-    calls = 256 * 2 * (1 + 50 * 2)
+    # if it calls them for its ranks, over its own connections: of each rank a line to each, with the rank's pidfd
+    calls = 256 * 2 * 50 * 2
     assert files_of_door(1000, 276, 50, 20, 50) == files_of_door(1000, 276, 50, 20) + calls
     # one owner: 2 threads a direction may all be for it
     assert files_of_owner(10, 1, 3) == PROCESS + ENTERING + 10 * 2 * (1 + 4) + 2 + 2 + 2 + 3 * 5

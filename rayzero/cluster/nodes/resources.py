@@ -387,8 +387,9 @@ def files_of_owner(num_ranks: int, num_owners: int, neighbours: int, num_doors: 
 
 
 def _of_a_door(ranks_here: int) -> int:
-    """What the door of a host has for each owner on another one: its own link, and the channel and lines of ranks."""
-    return _LINKS * (_CALLS + DOOR_TRANSFERS + _WAKES + (_CALLS + ranks_here * _OF_A_LINE if ranks_here else 0))
+    """What the door of a host has for each owner on another one: its link, which its ranks' calls use, too, and the
+    ranks' lines."""
+    return _LINKS * (_CALLS + DOOR_TRANSFERS + _WAKES + ranks_here * _OF_A_LINE)
 
 
 def files_of_door(num_ranks: int, num_owners: int, neighbours: int, num_doors: int, ranks_here: int = 0) -> int:

@@ -34,6 +34,7 @@ from rayzero.store.wire.rpc import (
 )
 from rayzero.store.wire.tensor_stream import StreamEndedError
 from rayzero.store.wire.tensor_streams import (
+    LATE_S,
     LET_THROUGH,
     Opening,
     OverdueError,
@@ -76,7 +77,6 @@ class Caller:
 
 
 QUICK_S = 30.0  # deadline of calls that neither move tensors nor wait for anyone
-_LATE_S = 1.0  # after a call's deadline: grpc tells of it at once, unless the whole process is stopped
 
 
 class BrokenLinkError(TransferError):
@@ -189,7 +189,7 @@ class Channel:
             broken.__cause__ = error
             return broken
         if gave_no_answer(error):
-            if time.monotonic() > until + _LATE_S:
+            if time.monotonic() > until + LATE_S:
                 return self._stood_still()
             return NoAnswerError(str(from_status(error, self.peer)))
         return from_status(error, self.peer)

@@ -228,7 +228,7 @@ class Sending:
     values: Tensor  # the whole unit
     codec: Codec  # on the wire
     holes: Sequence[Range] = ()  # of the unit: what has no values, where that would change how others are encoded
-    request: Any  # what the owner is told of it: of its method's request, a unit
+    request: Any  # the part about this unit in the request of its method
     on_end: Callable[[Exception | None], None] = field(default=lambda _: None)
     ended: bool = False
 

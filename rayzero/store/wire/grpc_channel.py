@@ -1,4 +1,4 @@
-"""gRPC's connections to owners: one to each, for all calls of this process, whoever makes them."""
+"""gRPC's connections to owners: this process has one to each, for all its calls."""
 
 from __future__ import annotations
 

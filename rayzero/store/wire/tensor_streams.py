@@ -32,7 +32,7 @@ from rayzero.store.wire.tensor_stream import (
 from rayzero.store.wire.translate import from_failure
 
 _OPEN_S = 5.0  # in which a connection is made; and in which the owner takes its ticket
-_LATE_S = 1.0  # after its time is over, a transfer ends sooner, unless this process is stopped
+LATE_S = 1.0  # after a call's deadline: it fails sooner, unless this process was stopped
 LET_THROUGH = (
     "if a firewall is between the hosts, open every port of the optimizer actors' hosts to them: owners take free ones"
 )
@@ -107,7 +107,8 @@ class Transfer:
         return Receiving(self._stream, assembly)
 
     def answers(self) -> Iterator[bytes]:
-        """The responses, of which the last one ends the transfer; bytes may have to be received after each other."""
+        """The responses, of which the last one ends the transfer. If bytes come after a response, receive them before
+        the next one."""
         more = True
         while more:
             coming = Receiving(self._stream)
@@ -157,7 +158,7 @@ class Transfer:
             raise StreamEndedError("nothing comes any more")
         late_s = time.monotonic() - self._until
         if late_s > 0:
-            raise OverdueError(stood_still=late_s > _LATE_S)
+            raise OverdueError(stood_still=late_s > LATE_S)
 
     def abort(self) -> None:
         """End it, and the connection, unless it has ended. Any thread may call it."""

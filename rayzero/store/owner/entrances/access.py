@@ -176,6 +176,16 @@ class AccessCheck(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # not gene
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token of this call is not the run's token")
 
 
+def as_answer(failed: Exception, call: str) -> RayZeroError:
+    """The error by which the caller learns that a call failed. One that has no name is a fault of ours, and logged."""
+    if isinstance(failed, RayZeroError):
+        return failed
+    if isinstance(failed, DecodeError):
+        return TransferError(f"{call} cannot be read: {failed}")
+    log.error("%s failed", call, exc_info=failed)
+    return StoreError(f"an owner failed: {failed!r}")
+
+
 # ------------------------------------------------------------------------------------------- transfers
 
 _METHODS = {service: transfers(service) for service in (STORE_SERVICE, OWNER_SERVICE, FOLLOWER_SERVICE)}
@@ -222,14 +232,8 @@ class TransferCalls:
             said = pb.TransferAnswer(response=response)
         except StreamEndedError:
             raise
-        except RayZeroError as refused:
-            error = refused
-        except DecodeError as unread:
-            error = TransferError(f"{method or 'a transfer'} of {opened.client} cannot be read: {unread}")
         except Exception as failed:
-            log.exception("%s failed", method)
-            error = StoreError(f"an owner failed: {failed!r}")
-        if error is not None:
+            error = as_answer(failed, f"{method or 'a transfer'} of {opened.client}")
             said = pb.TransferAnswer(failure=to_failure(error))
             reason = reason_to_refuse(error)
             if reason is not None:

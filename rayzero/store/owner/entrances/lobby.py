@@ -17,15 +17,14 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from google.protobuf.message import DecodeError
-
 from rayzero.concurrency.event_loop import shared_loop
 from rayzero.concurrency.processes import this_process, watch_process
 from rayzero.concurrency.threads import use_torch_threads
-from rayzero.errors import HandshakeError, RayZeroError, StoreError, TransferError
+from rayzero.errors import HandshakeError, RayZeroError, TransferError
 from rayzero.security.credentials import Identity
 from rayzero.security.refusals import Refusals
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.owner.entrances.access import as_answer
 from rayzero.store.owner.entrances.pipes import Pipe, PipeBrokenError
 from rayzero.store.owner.handlers import FindModel, ModelCalls
 from rayzero.store.owner.streams import ParcelStream
@@ -185,11 +184,8 @@ class CallsInMemory:
             await calls.answer(each.opening.service, "Notices", each.opening.notices, LineContext(each, float("inf")))
         except PipeBrokenError as broken:
             each.said.broken = str(broken)
-        except RayZeroError as error:
-            each.said.ended.CopyFrom(to_failure(error))
-        except Exception as error:
-            log.exception("Notices failed")
-            each.said.ended.CopyFrom(to_failure(StoreError(f"an owner failed: {error!r}")))
+        except Exception as failed:
+            each.said.ended.CopyFrom(to_failure(as_answer(failed, "Notices")))
         finally:
             each.say()
             self._drop(each)
@@ -218,13 +214,8 @@ class CallsInMemory:
             each.say()
             self._drop(each)
             return
-        except RayZeroError as error:
-            answer = error
-        except DecodeError as error:
-            answer = TransferError(f"{method} cannot be read: {error}")
-        except Exception as error:
-            log.exception("%s failed", method)
-            answer = StoreError(f"an owner failed: {error!r}")
+        except Exception as failed:
+            answer = as_answer(failed, method)
         if isinstance(answer, RayZeroError):
             failure = bytes(to_failure(answer).SerializeToString())
             if len(failure) + _MARGIN > ANSWER_BYTES:
