@@ -369,8 +369,8 @@ class ShardService:
         return self._attached().contributions.reserve(contribution, self.shard(shard))
 
     def landed(self, contribution: Contribution, shard: int, came: Tensor | None = None) -> None:
-        """All bytes of a reservation are there. Adds them to the rank's sum if there is one, so do not call it on an
-        event loop, but in a thread whose torch thread count is set.
+        """All bytes of a reservation are there. Adds them to the rank's sum if there is one, so for more than a few KiB
+        call it in a thread whose torch thread count is set, not on an event loop.
 
         ``came``: the bytes, if they are not in the reserved memory yet: 1D, the shard's elements, any dtype. They are
         copied once no other try of the push can still use that memory."""

@@ -30,6 +30,7 @@ from rayzero.store.wire.tensor_stream import (
 
 _LOOK_S = 5.0  # between two looks whether a client has ended whose bytes are not taken yet
 _LAST_WORD_S = 5.0  # in which a client must have heard why its transfer fails
+_FEW_BYTES = 1 << 15  # which are moved on the event loop: the way to a thread would take longer
 _DROPPED_BYTES = 1 << 20  # that are read at a time and not wanted
 
 T = TypeVar("T")
@@ -73,7 +74,7 @@ Answer = Callable[["OwnerStream", bytes | TransferError], Awaitable[pb.TransferA
 
 class OwnerStream:
     """One connection, at an optimizer actor: at the owner's end or, in a pipe, at its client's. Lives on the event
-    loop: messages are moved there, and the bytes of shards in ``pool``."""
+    loop: messages and a few bytes of shards are moved there, more bytes in ``pool``."""
 
     def __init__(self, stream: TensorStream, client: str, pool: ThreadPoolExecutor) -> None:
         """``client``: at the other end, or whose transfer it is. Freed by: ``serve``, or ``close``."""
@@ -86,6 +87,7 @@ class OwnerStream:
 
     async def receive(self, landings: Iterable[ShardDestination]) -> None:
         """Read shards, in this order. Raises TransferError if other bytes come, or none."""
+        landings = list(landings)
         works = [
             (
                 Receiving(self._stream, Assembly(each.shard, each.size_bytes, each.out, is_record=each.is_record)),
@@ -93,12 +95,15 @@ class OwnerStream:
             )
             for each in landings
         ]
-        await self._move(InTurn(works), to_write=False)
+        few = sum(each.size_bytes for each in landings) <= _FEW_BYTES
+        await self._move(InTurn(works), to_write=False, here=few)
 
     async def send(self, shards: Iterable[tuple[int, memoryview]]) -> None:
         """Write shards' bytes, in this order. Raises TransferError if nobody takes them."""
+        shards = list(shards)
         works = [(Sent(self._stream, shard, content), _nothing) for shard, content in shards]
-        await self._move(InTurn(works), to_write=True)
+        few = sum(len(content) for _, content in shards) <= _FEW_BYTES
+        await self._move(InTurn(works), to_write=True, here=few)
 
     async def message(self, *, at_any_time: bool = False) -> bytes:
         """Read a message. ``at_any_time``: it may be long until it comes."""
