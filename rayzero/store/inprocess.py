@@ -21,6 +21,7 @@ from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.layout.shard_map import ShardMap
 from rayzero.lead.lead import StepLead
 from rayzero.memory.planner import OwnerPlan
+from rayzero.owner.memory import MemoryMaker
 from rayzero.owner.owned_model import CPU, LoopStates, OwnerTerms
 from rayzero.owner.service import ShardService
 from rayzero.protocol.messages import (
@@ -42,7 +43,7 @@ from rayzero.protocol.messages import (
 )
 from rayzero.store.host.waits import StallWatch
 from rayzero.store.owner.memory.slabs import OwnerSlabs
-from rayzero.store.rank.connection import Epochs, Joined
+from rayzero.store.rank.connection import Connection, Epochs, Joined, LeadLine, Transfers, Versions
 from rayzero.store.rank.gradient_region import GradientRegion, gradient_memory, gradient_region
 from rayzero.store.rank.unit_windows import UnitWindows
 from rayzero.store.shm.shared_plan import SharedPlan
@@ -100,8 +101,8 @@ class LocalOwners:
             service.close()
 
 
-class _Mappable:
-    """Makes one owner's memory as unnamed files, so that windows can map it. A ``MemoryMaker``."""
+class _Mappable(MemoryMaker):
+    """Makes one owner's memory as unnamed files, so that windows can map it."""
 
     takes_over = False
 
@@ -116,15 +117,14 @@ class _Mappable:
         return made
 
 
-class LocalVersions:
-    """``Versions`` (store/rank/connection.py) of owners in this process."""
+class LocalVersions(Versions):
+    """Those of owners in this process."""
 
     def __init__(self, services: Sequence[ShardService], shard_map: ShardMap) -> None:
         """``services``: by owner."""
         self._services, self._shard_map = services, shard_map
 
     def content(self, shards: Sequence[int], version: int) -> int | None:
-        """See ``Versions.content``."""
         newest = 0
         for shard in shards:
             content = self._services[self._shard_map.owner(shard)].content_at(shard, version)
@@ -134,8 +134,8 @@ class LocalVersions:
         return newest
 
 
-class LocalTransfers:
-    """``Transfers`` (store/rank/connection.py) for an owner in this process, which reads the rank's gradients in place.
+class LocalTransfers(Transfers):
+    """The way to an owner in this process, which reads the rank's gradients in place.
 
     No thread of the pool ever waits."""
 
@@ -155,7 +155,6 @@ class LocalTransfers:
         self._copies, self._watch, self._recorder = copies, watch, recorder
 
     def load(self, gather: Gather, unit: int, shards: list[Shard], values: Tensor) -> None:
-        """See ``Transfers.load``."""
 
         def copy() -> None:
             for shard in shards:
@@ -174,7 +173,6 @@ class LocalTransfers:
         values: Tensor,
         made: Future[None],
     ) -> None:
-        """See ``Transfers.stage``."""
 
         def copy() -> None:
             for shard in shards:  # cloned, because the caller may reuse its memory after a stall
@@ -185,7 +183,6 @@ class LocalTransfers:
     def fetch(
         self, gather: Gather, unit: UnitLayout, shards: list[Shard], version: int, kind: str, out: Tensor
     ) -> None:
-        """See ``Transfers.fetch``."""
         coded = kind == COMPUTE and unit.is_coded
         taken: list[int] = []  # bytes of each shard
         left = Gather(len(shards), lambda: self._count("fetch", shards, out, unit if coded else None, sum(taken)))
@@ -207,7 +204,6 @@ class LocalTransfers:
             self._submit(left, partial(_copy_into, out, read.result(), kept))
 
     def published(self, awaited: str, shards: Sequence[Shard], version: int) -> Future[None]:
-        """See ``Transfers.published``."""
         done: Future[None] = Future()
         reads = [self._read(awaited, shard, version, COMPUTE) for shard in shards]
         when_all(reads, lambda _: settle(done, None), partial(fail, done))
@@ -239,8 +235,8 @@ class LocalTransfers:
         count_bytes(self._recorder, direction, self.transport, numel, tensor.dtype, codec=codec, size=size)
 
 
-class LocalLead:
-    """A ``LeadLine`` (store/rank/connection.py) to the lead in this process."""
+class LocalLead(LeadLine):
+    """To the lead in this process."""
 
     def __init__(self, rank: int, life: int, owners: LocalOwners, watch: StallWatch) -> None:
         self._rank, self._life, self._owners, self._watch = rank, life, owners, watch
@@ -252,55 +248,45 @@ class LocalLead:
         return self._owners.lead
 
     def finish(self, awaited: str, report: FinishReport, inputs: StepInputs | None) -> Future[Norm]:
-        """See ``LeadLine.finish``."""
         return self._watched(awaited, self._lead.finish(report, inputs))
 
     def commit(self, awaited: str, step: int, inputs: StepInputs) -> Future[Decision]:
-        """See ``LeadLine.commit``."""
         return self._watched(awaited, self._lead.commit(self._rank, step, inputs))
 
     def decision(self, awaited: str, step: int) -> Future[Decision]:
-        """See ``LeadLine.decision``."""
         return self._watched(awaited, self._lead.decision(step))
 
     def discard(self, awaited: str, step: int, attempt: int) -> Future[None]:
-        """See ``LeadLine.discard``."""
         return self._watched(awaited, self._lead.discard(self._rank, step, attempt))
 
     def write(self, awaited: str, write: Write) -> Future[None]:
-        """See ``LeadLine.write``."""
         return self._watched(awaited, self._lead.write(self._rank, write))
 
     def made(self, awaited: str, write: Write) -> Future[None]:
-        """See ``LeadLine.made``."""
         return self._watched(awaited, self._lead.know_write(self._rank, write))
 
     def begin_save(
         self, awaited: str, number: int, step: int, directory: Path, files: tuple[FileEntry, ...]
     ) -> Future[None]:
-        """See ``LeadLine.begin_save``."""
         return self._watched(awaited, self._lead.begin_save(self._rank, step, directory, files))
 
     def save(
         self, awaited: str, number: int, step: int, directory: Path, files: tuple[FileEntry, ...], *, begun: bool
     ) -> Future[CheckpointInfo]:
-        """See ``LeadLine.save``."""
         return self._watched(awaited, self._lead.save(self._rank, step, directory, files, begun=begun))
 
     def mean(self, awaited: str, number: int, given: MeanInput) -> Future[tuple[float, ...]]:
-        """See ``LeadLine.mean``."""
         return self._watched(awaited, self._lead.mean(self._rank, number, given))
 
     def give_again(self, awaited: str, number: int, given: MeanInput) -> Future[None]:
-        """See ``LeadLine.give_again``."""
         return self._watched(awaited, self._lead.know_mean(self._rank, number, given))
 
     def _watched(self, awaited: str, answer: Future[T]) -> Future[T]:
         return self._watch.watch(answer, awaited, lambda _: settled(self._lead.describe()))
 
 
-class LocalConnection:
-    """A ``Connection`` (store/rank/connection.py) to owners in this process."""
+class LocalConnection(Connection):
+    """To owners in this process."""
 
     in_process = True
 
@@ -329,7 +315,6 @@ class LocalConnection:
         self._attached = False
 
     def attach(self, spec: ModelSpec, *, page_lock: torch.device | None) -> Joined:
-        """See ``Connection.attach``."""
         services = self.owners.services
         require_life(self.rank, self.life, self.owners.lives)
         self.owners.lose(self.rank, self.life)
@@ -381,24 +366,20 @@ class LocalConnection:
             service.observe(self.rank, unit, pushed[-1], scattered)
 
     def in_totals(self, unit: int, pushed: Pushed) -> bool:
-        """See ``Connection.in_totals``."""
         return all(service.in_totals(self.rank, unit, pushed) for service in self.owners.services)
 
     def on_bell(self, look: Callable[[], None]) -> None:
-        """See ``Connection.on_bell``."""
+        return
 
     def keep(self, state: LoopState) -> Future[None]:
-        """See ``Connection.keep``."""
         require_life(self.rank, self.life, self.owners.lives)
         self.owners.loop_states.keep(self.rank, state)
         return DONE
 
     def kept(self) -> list[LoopState]:
-        """See ``Connection.kept``."""
         return self.owners.loop_states.of(self.rank)
 
     def leave(self, reason: str) -> None:
-        """See ``Connection.leave``."""
         if self._attached and self.owners.lives.get(self.rank, 0) <= self.life:
             for service in self.owners.services:
                 service.left(self.rank, reason)
@@ -406,7 +387,6 @@ class LocalConnection:
         self._watch.close(StoreClosedError(f"rank {self.rank} closed its store ({reason})"))
 
     def free(self) -> None:
-        """See ``Connection.free``."""
         if self._windows is not None:
             self._windows.close()
         self._copies.shutdown(wait=True)

@@ -304,7 +304,6 @@ class HostLanding(RoundLanding):
         self._has: dict[int, Summand] = {}  # by rank, what is here of it; empty: nothing that is whole
 
     def admit(self, push: Contribution) -> Admission:
-        """See ``RoundLanding.admit``."""
         if push.step < self.pushes.step:
             return Admission.DROP
         if push.step == self.pushes.step and not self._is_newer(push):
@@ -321,7 +320,6 @@ class HostLanding(RoundLanding):
         return any(now > then for now, then in zip(_attempts_of(push), self._attempts, strict=True))
 
     def open(self, push: Contribution, spare: SpareMemory) -> Tensor:
-        """See ``RoundLanding.open``."""
         if push.step != self.pushes.step or _attempts_of(push) != self._attempts:
             dropped, self.pushes.each = self.pushes.each, []
             self.pushes.step, self._attempts, self._has = push.step, _attempts_of(push), {}
@@ -333,16 +331,13 @@ class HostLanding(RoundLanding):
         return self._attempts == _attempts_of(push) and super().begin(push)
 
     def complete(self, push: Contribution) -> Tensor | None:
-        """See ``RoundLanding.complete``."""
         self._has = {each.rank: each for each in push.summands}
         return super().complete(push)
 
     def counted(self, rank: int, step: int) -> int:
-        """See ``RoundLanding.counted``."""
         return self._has[rank].pushes if self._has and self.pushes.step == step else 0
 
     def attempt_of(self, rank: int) -> int:
-        """See ``RoundLanding.attempt_of``."""
         return self._has[rank].attempt
 
     def is_there(self, rank: int, reports: Mapping[int, FinishReport]) -> bool:

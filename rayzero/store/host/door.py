@@ -153,7 +153,6 @@ class Door(LinkUser):
         return then(done, lambda _: None)
 
     def hear(self, link: OwnerLink, notice: pb.NoticesResponse) -> None:
-        """See ``LinkUser.hear``."""
         published = list(map(translate.published_from_pb, notice.published))
         self._board.publish(published)
         if notice.HasField("abort"):
@@ -162,7 +161,6 @@ class Door(LinkUser):
             self._mirrors[link.owner].hear(published)
 
     def lost(self, link: OwnerLink, error: RayZeroError) -> None:
-        """See ``LinkUser.lost``."""
         log.info("%s hears nothing of %s any more: %s", link.caller.name, link.name, error)  # ranks say the same
         if link.owner in self._mirrors:
             self._mirrors[link.owner].end(error)

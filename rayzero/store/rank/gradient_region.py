@@ -170,23 +170,19 @@ class SumRegion(GradientRegion):
         self._locks = {unit.index: threading.Lock() for unit in trained}  # each held while its unit's sum changes
 
     def is_stale(self, push: Contribution) -> bool:
-        """See ``GradientRegion.is_stale``."""
         found = self._sums.get(push.unit)
         _require_unit(push, None if found is None else found.unit)
         assert found is not None
         return found.is_stale(push)
 
     def landing(self, push: Contribution) -> Tensor | None:
-        """See ``GradientRegion.landing``."""
         found = self._sums[push.unit]
         return found.memory if found.lands(push) and not found.is_stale(push) else None
 
     def holds(self, unit: int, grads: Tensor) -> bool:
-        """See ``GradientRegion.holds``."""
         return self._sums[unit].holds(grads)
 
     def put(self, push: Contribution, grads: Tensor | ScatteredUnit) -> Sequence[Pushed]:
-        """See ``GradientRegion.put``."""
         found = self._sums[push.unit]
         if found.is_stale(push):
             return ()
@@ -205,25 +201,21 @@ class SumRegion(GradientRegion):
             return (found.close(push),)
 
     def scattered(self, unit: int) -> ScatteredUnit | None:
-        """See ``GradientRegion.scattered``."""
         found = self._scattered.get(unit)
         return None if found is None else found()
 
     @property
     def held_bytes(self) -> int:
-        """See ``GradientRegion.held_bytes``."""
         scattered = {unit: found() for unit, found in self._scattered.copy().items()}
         kept = sum(home.nbytes for unit, home in self.memory.homes.items() if unit not in scattered)
         return kept + sum(each.nbytes for each in scattered.values() if each is not None)
 
     def pushed(self, unit: int) -> Sequence[Pushed]:
-        """See ``GradientRegion.pushed``."""
         with self._locks[unit]:
             pushed = self._sums[unit].pushed()
         return () if pushed is None else (pushed,)
 
     def copy(self, unit: int, pushed: Pushed, shards: Sequence[Shard]) -> Tensor | None:
-        """See ``GradientRegion.copy``."""
         with self._locks[unit]:
             found = self._sums[unit]
             return _copy_of(found.memory, shards) if found.pushed() == pushed else None
@@ -330,20 +322,17 @@ class RoundRegion(GradientRegion):
             self._pages.give_back(unit, AT_HOME - place)
 
     def held(self, unit: int | None = None) -> Sequence[tuple[int, int]]:
-        """See ``GradientRegion.held``."""
         every = unit is None or self._pool is not None
         with self._pooling:
             return [(of, count) for (of, _), count in self._places.items() if count and (every or of == unit)]
 
     def given(self, unit: int, count: int) -> Pushed | None:
-        """See ``GradientRegion.given``."""
         found = self._units[unit]
         with self._pooling, found.lock:
             pushes = [] if unit in self._writing else found.pushes.each
             return pushes[count - 1] if count <= len(pushes) and pushes[count - 1].place != IN_TOTAL else None
 
     def give_back(self, unit: int, pushed: Pushed, note: Callable[[Sequence[Pushed]], None]) -> None:
-        """See ``GradientRegion.give_back``."""
         found = self._units[unit]
         with self._pooling, found.lock:
             here = found.pushes.each
@@ -356,25 +345,21 @@ class RoundRegion(GradientRegion):
     # ---- pushes
 
     def is_stale(self, push: Contribution) -> bool:
-        """See ``GradientRegion.is_stale``."""
         found = self._units.get(push.unit)
         _require_unit(push, None if found is None else found.layout)
         assert found is not None
         return found.pushes.is_stale(push)
 
     def landing(self, push: Contribution) -> Tensor | None:
-        """See ``GradientRegion.landing``."""
         there = self._units[push.unit].pushes
         is_next = not there.is_stale(push) and push.seq == there.count_of(push.step, push.attempt)
         return self._range(self._open(push)) if is_next and push.seq < most_rounds(self._planned) else None
 
     def holds(self, unit: int, grads: Tensor) -> bool:
-        """See ``GradientRegion.holds``."""
         memory = self._units[unit].next
         return memory is not None and memory.data_ptr() == grads.data_ptr()
 
     def put(self, push: Contribution, grads: Tensor | ScatteredUnit) -> Sequence[Pushed]:
-        """See ``GradientRegion.put``."""
         found = self._units[push.unit]
         if found.pushes.is_stale(push):
             return ()
@@ -395,18 +380,15 @@ class RoundRegion(GradientRegion):
             return tuple(found.pushes.each)
 
     def announced(self, unit: int) -> None:
-        """See ``GradientRegion.announced``."""
         with self._pooling:
             self._writing.discard(unit)
 
     def scattered(self, unit: int) -> ScatteredUnit | None:
-        """See ``GradientRegion.scattered``."""
         found = self._units[unit].scattered
         return None if found is None else found()
 
     @property
     def held_bytes(self) -> int:
-        """See ``GradientRegion.held_bytes``."""
         homes, pool = self.memory.homes, self.memory.pool
         places, scattered = tuple(self._places), {unit: self.scattered(unit) for unit in self.units}
         if pool is not None:
@@ -416,12 +398,10 @@ class RoundRegion(GradientRegion):
         return kept + sum(homes[unit].nbytes for unit, place in places if place < AT_HOME)
 
     def pushed(self, unit: int) -> Sequence[Pushed]:
-        """See ``GradientRegion.pushed``."""
         with self._units[unit].lock:
             return tuple(self._units[unit].pushes.each)
 
     def copy(self, unit: int, pushed: Pushed, shards: Sequence[Shard]) -> Tensor | None:
-        """See ``GradientRegion.copy``."""
         with self._units[unit].lock:
             memory = self.memory.at(unit, pushed.place) if _has(self._units[unit].pushes.each, pushed) else None
             return None if memory is None else _copy_of(memory, shards)

@@ -50,6 +50,7 @@ from rayzero.protocol.messages import (
     Write,
     digest_of,
 )
+from rayzero.protocol.store import ParameterStore
 from rayzero.store.rank.connection import ChangingConnection, Connection, Joined, LeadLine, Transfers
 from rayzero.store.rank.pushes import Pushes, Route, route_of
 from rayzero.store.rank.unit_windows import UnitWindows
@@ -66,8 +67,8 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 
-class RankStore:
-    """A ``ParameterStore`` (protocol/store.py) over a connection.
+class RankStore(ParameterStore):
+    """Over a connection.
 
     Knows which owner has which shard, and what the lead is asked; not how bytes travel, what owners do with them, or
     what the engine does. Calls that wait for other ranks (``finish``, ``commit``, ``decision``, ``discard``, ``save``,
@@ -103,7 +104,6 @@ class RankStore:
     # ---- handshake
 
     def attach(self, spec: ModelSpec, *, page_lock: torch.device | None = None) -> Attached:
-        """Shake hands with every owner; see ``ParameterStore.attach``."""
         while True:
             epoch = self._epochs.number
             with self._attaching:
@@ -155,7 +155,6 @@ class RankStore:
 
     @future_raises
     def load(self, unit: int, values: Tensor) -> Future[None]:
-        """Send one unit's initial values; see ``ParameterStore.load``."""
         unit_layout = self._route(unit).unit
         _require_form("load", unit_layout, values, unit_layout.initial_dtype)
 
@@ -170,7 +169,6 @@ class RankStore:
 
     @future_raises
     def fetch(self, unit: int, version: int, kind: str, out: Tensor) -> Future[None]:
-        """Fill ``out``; see ``ParameterStore.fetch``."""
         route, version = self._route(unit), max(version, self._decided)
         _require_form("fetch", route.unit, out, route.unit.dtype if kind == COMPUTE else torch.float32)
         over = self._timing(FETCH_SECONDS)
@@ -186,7 +184,6 @@ class RankStore:
 
     @future_raises
     def published(self, unit: int, version: int) -> Future[int]:
-        """Wait for a version; see ``ParameterStore.published``."""
         route, version = self._route(unit), max(version, self._decided)
         content = route.content(version)
         if content is not None:  # the usual case: nothing to wait for
@@ -240,7 +237,6 @@ class RankStore:
         return self._windows.tensor(unit) if self._windows is not None else None
 
     def revert(self, unit: int) -> None:
-        """See ``ParameterStore.revert``."""
         if self._windows is not None:
             self._windows.revert(unit)
 
@@ -249,7 +245,6 @@ class RankStore:
         return self._joined.windows if self._joined is not None else None
 
     def product(self, shard: int, version: int, out: Tensor) -> Future[None]:
-        """Fetch what this rank multiplies; see ``ParameterStore.product``."""
 
         def fetch() -> Future[None]:
             way, unit, part = self._way(shard)
@@ -260,7 +255,6 @@ class RankStore:
         return self._epochs.make(fetch)
 
     def multiplied(self, shard: int, version: int, values: Tensor) -> Future[None]:
-        """Send what has come out; see ``ParameterStore.multiplied``."""
 
         def stage() -> Future[None]:
             way, unit, part = self._way(shard)
@@ -279,21 +273,17 @@ class RankStore:
     # ---- gradients
 
     def landing(self, contribution: Contribution) -> Tensor | None:
-        """See ``ParameterStore.landing``."""
         return None if contribution.step < self._decided else self._pushes.landing(contribution)
 
     def release(self) -> None:
-        """See ``ParameterStore.release``."""
         self._pushes.release()
 
     @property
     def takes_scattered(self) -> bool:
-        """See ``ParameterStore.takes_scattered``."""
         return self._joined is not None and self._joined.takes_scattered
 
     @future_raises
     def push(self, contribution: Contribution, grads: Tensor | ScatteredUnit) -> Future[None]:
-        """Hand over one unit's gradients; see ``ParameterStore.push``."""
         route = self._route(contribution.unit)
         if isinstance(grads, Tensor):
             _require_form("push", route.unit, grads, route.unit.dtype)
@@ -326,7 +316,6 @@ class RankStore:
         return self._brought(done, write)
 
     def made(self, write: Write) -> Future[None]:
-        """Say that a write is made; see ``ParameterStore.made``."""
         if write.version < self._decided:
             return DONE
         self._note(write)
@@ -362,7 +351,6 @@ class RankStore:
             self._stage(*self._staged).result()
 
     def finish(self, report: FinishReport, inputs: StepInputs | None) -> Future[Norm]:
-        """Say what was pushed; see ``ParameterStore.finish``."""
         if report.step < self._decided:
             return then(self.decision(report.step), _norm_of)
         awaited = f"the norm of step {report.step}"
@@ -373,7 +361,6 @@ class RankStore:
         return self._when_kept(lambda: self._ask_lead(lambda lead: lead.finish(awaited, report, inputs)))
 
     def commit(self, step: int, inputs: StepInputs) -> Future[Decision]:
-        """Ask for the step to be decided; see ``ParameterStore.commit``."""
         if step < self._decided:
             return self.decision(step)
         awaited = f"the decision of step {step}"
@@ -390,18 +377,15 @@ class RankStore:
         return asked
 
     def decision(self, step: int) -> Future[Decision]:
-        """The recorded decision; see ``ParameterStore.decision``."""
         return self._ask_lead(lambda lead: lead.decision(f"the decision of step {step}", step))
 
     def discard(self, step: int, attempt: int) -> Future[None]:
-        """Reopen a step; see ``ParameterStore.discard``."""
         if step < self._decided:
             return DONE
         awaited = f"the discard of step {step}"
         return self._when_kept(lambda: self._ask_lead(lambda lead: lead.discard(awaited, step, attempt)))
 
     def begin_save(self, step: int, directory: Path, files: tuple[FileEntry, ...]) -> Future[None]:
-        """Begin a checkpoint; see ``ParameterStore.begin_save``."""
         self.saves += 1
         awaited, number = f"the beginning of the checkpoint of step {step}", self.saves
         return self._ask_lead(lambda lead: lead.begin_save(awaited, number, step, directory, files))
@@ -409,34 +393,28 @@ class RankStore:
     def save(
         self, step: int, directory: Path, files: tuple[FileEntry, ...], *, begun: bool = False
     ) -> Future[CheckpointInfo]:
-        """Write a checkpoint; see ``ParameterStore.save``."""
         self.saves += not begun
         awaited, number = f"the checkpoint of step {step}", self.saves
         return self._ask_lead(lambda lead: lead.save(awaited, number, step, directory, files, begun=begun))
 
     def mean(self, given: MeanInput) -> Future[tuple[float, ...]]:
-        """The mean over all ranks; see ``ParameterStore.mean``."""
         self.means += 1
         number = self.means
         return self._ask_lead(lambda lead: lead.mean(f"the mean of {given}", number, given))
 
     def give_again(self, number: int, given: MeanInput) -> Future[None]:
-        """Say what a former life gave to a mean; see ``ParameterStore.give_again``."""
         return self._ask_lead(lambda lead: lead.give_again(f"the lead to hear of a mean of {given}", number, given))
 
     # ---- the loop's state
 
     def repeat(self, decided: int) -> None:
-        """Answer for the step before ``decided``; see ``ParameterStore.repeat``."""
         self._decided = decided
 
     def keep(self, state: LoopState) -> None:
-        """Keep a loop's state; see ``ParameterStore.keep``."""
         self._require_attached()
         self._keeping = self._epochs.make(lambda: self.connection.keep(state))
 
     def kept(self) -> list[LoopState]:
-        """What an earlier life has kept; see ``ParameterStore.kept``."""
         self._require_attached()
         return self._epochs.make(lambda: settled(self.connection.kept())).result()
 
@@ -447,7 +425,6 @@ class RankStore:
     # ---- close
 
     def close(self, reason: str = "closed") -> None:
-        """Leave the run; see ``ParameterStore.close``."""
         with self._close_once:
             if self._closed:
                 return

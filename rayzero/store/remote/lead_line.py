@@ -41,7 +41,7 @@ from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.host.lead_questions import LongPoll
 from rayzero.store.host.owner_link import OwnerLink
 from rayzero.store.host.waits import StallWatch
-from rayzero.store.rank.connection import Epochs
+from rayzero.store.rank.connection import Epochs, LeadLine
 from rayzero.store.rank.shared_memory import SharedRank
 from rayzero.store.shm.recovery import loop_slabs
 from rayzero.store.shm.shared_plan import SharedPlan
@@ -243,8 +243,8 @@ def newest(states: Iterable[LoopState]) -> list[LoopState]:
     return [state for (step, _), state in sorted(parts.items()) if step > oldest]
 
 
-class RemoteLead:
-    """A ``LeadLine`` (store/rank/connection.py) to another process.
+class RemoteLead(LeadLine):
+    """To the lead in another process.
 
     Knows mailbox, links and messages; not what the lead does. A repeated call carries the same number, so that the lead
     counts it once."""
@@ -269,7 +269,6 @@ class RemoteLead:
         self._door = door
 
     def finish(self, awaited: str, report: FinishReport, inputs: StepInputs | None) -> Future[Norm]:
-        """See ``LeadLine.finish``."""
         sent = None if inputs is None else translate.inputs_to_pb(inputs)
         request = pb.FinishRequest(report=translate.report_to_pb(report), inputs=sent)
         self._history.finish(report, inputs)
@@ -278,13 +277,11 @@ class RemoteLead:
         )
 
     def commit(self, awaited: str, step: int, inputs: StepInputs) -> Future[Decision]:
-        """See ``LeadLine.commit``."""
         request = pb.CommitRequest(rank=self._rank, step=step, inputs=translate.inputs_to_pb(inputs))
         self._history.commit(step, inputs)
         return self._ask(awaited, "Commit", request, self._decision_of)
 
     def decision(self, awaited: str, step: int) -> Future[Decision]:
-        """See ``LeadLine.decision``."""
         request = pb.GetDecisionRequest(step=step)
         return self._ask(awaited, "GetDecision", request, self._decision_of)
 
@@ -292,16 +289,13 @@ class RemoteLead:
         return self._history.decided(translate.decision_from_pb(answer.decision))
 
     def discard(self, awaited: str, step: int, attempt: int) -> Future[None]:
-        """See ``LeadLine.discard``."""
         request = pb.DiscardRequest(rank=self._rank, step=step, attempt=attempt)
         return self._ask(awaited, "Discard", request, lambda _: self._history.discarded(step))
 
     def write(self, awaited: str, write: Write) -> Future[None]:
-        """See ``LeadLine.write``."""
         return self._ask_write(awaited, write, made=False)
 
     def made(self, awaited: str, write: Write) -> Future[None]:
-        """See ``LeadLine.made``."""
         return self._ask_write(awaited, write, made=True)
 
     def _ask_write(self, awaited: str, write: Write, *, made: bool) -> Future[None]:
@@ -312,7 +306,6 @@ class RemoteLead:
     def begin_save(
         self, awaited: str, number: int, step: int, directory: Path, files: tuple[FileEntry, ...]
     ) -> Future[None]:
-        """See ``LeadLine.begin_save``."""
         request = self._save_request(number, step, directory, files)
         return self._ask(awaited, "BeginSave", request, lambda _: self._history.begun(number, step, directory))
 
@@ -327,7 +320,6 @@ class RemoteLead:
     def save(
         self, awaited: str, number: int, step: int, directory: Path, files: tuple[FileEntry, ...], *, begun: bool
     ) -> Future[CheckpointInfo]:
-        """See ``LeadLine.save``."""
         saved = Future[CheckpointInfo]()
         request = self._save_request(number, step, directory, files, begun=begun)
 
@@ -342,13 +334,11 @@ class RemoteLead:
         return saved
 
     def mean(self, awaited: str, number: int, given: MeanInput) -> Future[tuple[float, ...]]:
-        """See ``LeadLine.mean``."""
         request = translate.mean_to_pb(self._rank, number, given)
         self._history.mean(number, given)
         return self._ask(awaited, "Mean", request, lambda answer: tuple(answer.mean.values))
 
     def give_again(self, awaited: str, number: int, given: MeanInput) -> Future[None]:
-        """See ``LeadLine.give_again``."""
         request = translate.mean_to_pb(self._rank, number, given, former=True)
         self._history.mean(number, given)
         return self._ask(awaited, "Mean", request, lambda _: None)

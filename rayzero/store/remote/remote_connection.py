@@ -21,7 +21,7 @@ from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.host.channel import QUICK_S, Caller
 from rayzero.store.host.owner_link import AnyChannel, LinkUser, OwnerLink, say_goodbye
 from rayzero.store.host.waits import PublishBoard, StallWatch
-from rayzero.store.rank.connection import Epochs, GradientSender, Joined, nothing
+from rayzero.store.rank.connection import ChangingConnection, Epochs, GradientSender, Joined, nothing
 from rayzero.store.rank.rank_memory import RankMemory
 from rayzero.store.rank.rank_store import closed_error
 from rayzero.store.remote.handshake import LEASE, Handshake
@@ -56,8 +56,8 @@ class RankTerms:
     recorder: Recorder = field(default_factory=NullRecorder)
 
 
-class RemoteConnection(LinkUser):
-    """A ``Connection`` to owners in other processes, and the user of its links (``LinkUser``).
+class RemoteConnection(ChangingConnection, LinkUser):
+    """To owners in other processes. Uses the links to them.
 
     Knows the owners' addresses, which versions they have published and which transport reaches each; not units, or
     what owners and the engine do."""
@@ -113,7 +113,6 @@ class RemoteConnection(LinkUser):
     # ---- handshake
 
     def attach(self, spec: ModelSpec, *, page_lock: torch.device | None) -> Joined:
-        """Shake hands with every owner; see ``Connection.attach``."""
         plan = SharedPlan.of(spec, self._num_owners, self._ownership)
         if self._lead is None:
             here = self._owners_on(self._memory.identity) if self._memory.may_sum or self._doors else []
@@ -411,19 +410,16 @@ class RemoteConnection(LinkUser):
         )
 
     def on_bell(self, look: Callable[[], None]) -> None:
-        """See ``Connection.on_bell``."""
         if self._memory.shared is not None and self._memory.shared.gives_back:
             self._memory.shared.on_bell = look
 
     # ---- the loop's state
 
     def keep(self, state: LoopState) -> Future[None]:
-        """See ``Connection.keep``."""
         assert self._loop is not None
         return self._loop.keep(state)
 
     def kept(self) -> list[LoopState]:
-        """See ``Connection.kept``."""
         assert self._loop is not None
         return self._loop.kept()
 
@@ -436,7 +432,6 @@ class RemoteConnection(LinkUser):
     # ---- notices
 
     def hear(self, link: OwnerLink, notice: pb.NoticesResponse) -> None:
-        """See ``LinkUser.hear``."""
         self._board.publish(map(translate.published_from_pb, notice.published))
         if notice.HasField("abort"):
             log.debug("rank %d: %s ends the run: %s", self.rank, link.name, notice.abort.message)
@@ -457,7 +452,6 @@ class RemoteConnection(LinkUser):
     # ---- close
 
     def leave(self, reason: str) -> None:
-        """Tell the owners and end every wait; see ``Connection.leave``."""
         self._ways.give_up()
         if self._lead is not None:
             self._lead.leave()
@@ -470,7 +464,6 @@ class RemoteConnection(LinkUser):
         self._watch.close()  # after the links, so that no unanswered question holds up its thread
 
     def free(self) -> None:
-        """Release everything; see ``Connection.free``."""
         self._ways.close()
         self._join()
         self._memory.close(closed_error(self.rank))

@@ -186,7 +186,6 @@ class SlabTotalLine(TotalLine):
         self._written: list[tuple[bool, ...]] = [(), ()]  # of ``present``, by this process
 
     def write(self, made: Total) -> None:
-        """See ``TotalLine.write``."""
         assert not isinstance(made.summands, int)
         before, word = load_acquire_64(self._line + WHOLE), made.word
         which = word >> 1 & 1
@@ -198,19 +197,15 @@ class SlabTotalLine(TotalLine):
         store_release_64(self._line + WHOLE, word | held)
 
     def hold(self) -> None:
-        """See ``TotalLine.hold``."""
         store_release_64(self._line + WHOLE, load_acquire_64(self._line + WHOLE) | 1)
 
     def clear(self) -> None:
-        """See ``TotalLine.clear``."""
         store_release_64(self._line + WHOLE, 0)
 
     def keeps(self, total: torch.Tensor) -> KeptTotal:
-        """See ``TotalLine.keeps``."""
         return self._kept.open(self._line, load_acquire_64(self._line + WHOLE), total)
 
     def read(self, total: torch.Tensor) -> Total | None:
-        """See ``TotalLine.read``."""
         whole = load_acquire_64(self._line + WHOLE)
         rounds = whole >> 1 & MOST_ROUNDS
         if not rounds:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rayzero.errors import HandshakeError, StateLostError
 from rayzero.layout.model_layout import Shard
-from rayzero.owner.memory import HostMemory, Sizes
+from rayzero.owner.memory import HostMemory, ShardRoom, Sizes
 from rayzero.protocol.gradient_sum import FormerRank, TotalLine
 from rayzero.protocol.messages import FormerShard, ModelSpec
 from rayzero.slabs.arena import Arena, ArenaPlan, SlabGroup, SlabPiece, plan_arena
@@ -26,19 +26,17 @@ from rayzero.store.shm.words import PARAMS, Places, SlabId
 TENSORS = ("params", "state")  # the roles of slabs with tensors
 
 
-class SlabRoom:
-    """The memory of one record, or total, in a slab. A ``ShardRoom`` (owner/memory.py)."""
+class SlabRoom(ShardRoom):
+    """The memory of one record, or total, in a slab."""
 
     def __init__(self, slab: Slab, offset: int, size: int) -> None:
         """``offset``: in bytes from the slab's start; ``size``: the most that is needed."""
         self._slab, self._offset, self._size = slab, offset, size
 
     def restore(self) -> None:
-        """See ``ShardRoom.restore``."""
         self._slab.allocate(self._offset, self._size)
 
     def give_back(self, used: int) -> None:
-        """See ``ShardRoom.give_back``."""
         self._slab.punch(self._offset + used, self._size - used)
 
 
@@ -155,26 +153,21 @@ class OwnerSlabs(HostMemory):
         return self._params
 
     def params(self, groups: Sequence[Sizes], dtype: torch.dtype) -> dict[int, Tensor]:
-        """See ``HostMemory.params``."""
         return {key: self._params.tensor(key) for group in groups for key, _ in group}
 
     def state(self, sizes: Sizes, dtype: torch.dtype) -> dict[int, Tensor]:
-        """See ``HostMemory.state``."""
         groups = [SlabGroup(pieces=(SlabPiece(key=key, numel=numel, dtype=dtype),)) for key, numel in sizes]
         first = sum(len(arena.slabs) for arena in self._state)
         self._state.append(self._arena(plan_arena(groups), "state", PARAMS + 1 + len(self._state), first))
         return {key: self._state[-1].tensor(key) for key, _ in sizes}
 
     def total_line(self, shard: int) -> TotalLine:
-        """See ``HostMemory.total_line``."""
         return TotalLine() if self._totals is None else self._totals.line(shard)
 
     def total_room(self, shard: int) -> SlabRoom:
-        """See ``HostMemory.total_room``."""
         return _room_in(self._state[-1], shard)  # totals come last
 
     def journal(self, shard: int) -> LineJournal | None:
-        """See ``HostMemory.journal``."""
         if self._lines is None:
             return None
         if shard not in self._journals:
@@ -184,25 +177,21 @@ class OwnerSlabs(HostMemory):
         return self._journals[shard]
 
     def former(self, shard: int) -> FormerShard | None:
-        """See ``HostMemory.former``."""
         if self._former is None or self._lines is None:
             return None
         return self._lines.former(shard, self._journals.get(shard))
 
     def first_version(self, version: int) -> int:
-        """See ``HostMemory.first_version``."""
         if self._lines is None:
             return version
         return self._lines.first_version(version, noted=self._former is not None)
 
     def former_ranks(self, step: int) -> Mapping[int, FormerRank]:
-        """See ``HostMemory.former_ranks``."""
         if self._former is None or self._directory is None:
             return {}
         return former_ranks(self._plan, self._who, self._directory, step)
 
     def room(self, shard: int) -> SlabRoom:
-        """See ``HostMemory.room``."""
         return _room_in(self._params, shard)
 
     def close(self) -> None:
@@ -211,7 +200,6 @@ class OwnerSlabs(HostMemory):
             arena.close()
 
     def leave(self) -> None:
-        """See ``HostMemory.leave``."""
         for arena in (self._params, *self._state):
             arena.close(unlink=False)
 
