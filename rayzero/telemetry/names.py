@@ -252,11 +252,13 @@ MATRIX_PRODUCTS = _counter(
     "with zero.matrix_updates=rank, those of an optimizer actor are what ranks were too late for.",
     roles=(RANK, OPTIMIZER),
     unit="matrices",
+    only="an optimizer that multiplies matrices",
 )
 MATRIX_PRODUCT_SECONDS = _counter(
     "rayzero_matrix_product_seconds_total",
     "Seconds of a thread of this process in which it computed those; on CUDA, copies to the device and back included.",
     roles=(RANK, OPTIMIZER),
+    only="an optimizer that multiplies matrices",
 )
 OPTIMIZER_PARAMS = _owner_counter("rayzero_optimizer_params_total", "Parameter elements updated.")
 OPTIMIZER_BYTES = _owner_counter(
