@@ -2,9 +2,9 @@
 and owners as the lead asks them.
 
 [Note: a hearing] What a lead that has died knew beyond the records was only in its process. So its successor hears from
-every rank how far it was, before it goes on: each rank asks again what it has had no answer to, and says what it has
-had an answer to (``Told``). Until all ranks have said it, the successor takes none of their calls: so it takes no rank
-for one that has gone on without the others.
+every rank how far it was, before it goes on: each rank asks again what it has had no answer to, and gives the history
+of its answers (``LeadHistory``). Until all ranks have, the successor takes none of their calls: so it takes no rank for
+one that has gone on without the others.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from typing import Any, Protocol, TypeVar
 from rayzero.concurrency.futures import chain
 from rayzero.errors import StepMismatchError, StoreError
 from rayzero.protocol.messages import (
+    AttemptHistory,
     Decision,
     FileEntry,
     FinishReport,
+    LeadHistory,
     Norm,
     NormParts,
     Record,
+    StepHistory,
     StepInputs,
-    Told,
-    ToldAttempt,
-    ToldStep,
     Write,
 )
 
@@ -221,8 +221,8 @@ def owing(asked: Sequence[Future[Any]]) -> str:
 
 
 def _some(numbers: Sequence[int]) -> str:
-    """The first numbers, and how many more: every rank that waits is told, and a thousand would be told of a thousand.
-    The text changes whenever one is done, which counts as progress (store/host/waits.py)."""
+    """The first numbers, and how many more: every rank that waits gets this text, and a thousand would get a
+    thousand. It changes whenever one is done, which counts as progress (store/host/waits.py)."""
     more = len(numbers) - _NAMED
     return f"{list(numbers[:_NAMED])}" + (f" and {more} more" if more > 0 else "")
 
@@ -231,56 +231,56 @@ def _some(numbers: Sequence[int]) -> str:
 
 
 class Hearing:
-    """Which ranks have been heard, and what they have told.
+    """Which ranks have been heard, and their histories.
 
     Knows ranks; not what follows from it. Only one thread at a time may call it."""
 
     def __init__(self) -> None:
-        self._told: dict[int, Told] = {}
+        self._histories: dict[int, LeadHistory] = {}
         self._met: set[int] = set()  # ranks that have attached, in their present lives
         self.lasts = False  # ranks' calls wait
         self._over = False
 
-    def meet(self, rank: int, told: Told | None, *, succeeds: bool = False) -> None:
-        """A rank has attached. ``told``: None: it has told a former life of the lead nothing. ``succeeds``: the lead
-        had one: also if this rank, which has just begun, knows nothing of it, the others may."""
+    def meet(self, rank: int, history: LeadHistory | None, *, succeeds: bool = False) -> None:
+        """A rank has attached. ``history``: with a former life of the lead; None: it has none. ``succeeds``: there was
+        one: if this rank has just begun, others may have a history."""
         self._met.add(rank)
-        if (succeeds or told is not None) and not self._over:
+        if (succeeds or history is not None) and not self._over:
             self.lasts = True
-        if told is not None and self.lasts:
-            self._told[rank] = told
+        if history is not None and self.lasts:
+            self._histories[rank] = history
 
     def forget(self, rank: int) -> None:
         """A rank has died, and comes back."""
         self._met.discard(rank)
-        self._told.pop(rank, None)
+        self._histories.pop(rank, None)
 
     def missing(self, world_size: int, left: Collection[int]) -> list[int]:
         """The ranks that have not been heard. ``left``: those that will not be."""
         return [rank for rank in range(world_size) if rank not in self._met and rank not in left]
 
-    def end(self, world_size: int, left: Collection[int]) -> dict[int, Told] | None:
-        """What each rank has told, returned once, when all have been heard; None before and after."""
+    def end(self, world_size: int, left: Collection[int]) -> dict[int, LeadHistory] | None:
+        """Each rank's history, returned once, when all have been heard; None before and after."""
         if not self.lasts or self.missing(world_size, left):
             return None
         self.lasts, self._over = False, True
-        return self._told
+        return self._histories
 
 
-def open_steps(step: int, told: Mapping[int, Told]) -> dict[int, ToldStep]:
-    """What each rank has told of the open step, by rank."""
+def open_steps(step: int, histories: Mapping[int, LeadHistory]) -> dict[int, StepHistory]:
+    """Each rank's history of the open step, by rank."""
     return {
-        rank: next((each for each in told[rank].steps if each.step == step), ToldStep(step=step))
-        for rank in sorted(told)
+        rank: next((each for each in histories[rank].steps if each.step == step), StepHistory(step=step))
+        for rank in sorted(histories)
     }
 
 
-def attempts_of(step: int, told: Mapping[int, ToldStep]) -> tuple[Attempt, Attempt | None]:
-    """The open attempt at a step, and the next one of ranks that have discarded it while others have not. ``told``: by
-    rank."""
+def attempts_of(step: int, histories: Mapping[int, StepHistory]) -> tuple[Attempt, Attempt | None]:
+    """The open attempt at a step, and the next one of ranks that have discarded it while others have not.
+    ``histories``: by rank."""
     current, following = Attempt(step), None
-    over = min((each.discards for each in told.values()), default=0)  # attempts that every rank has discarded
-    for rank, each in told.items():
+    over = min((each.discards for each in histories.values()), default=0)  # attempts that every rank has discarded
+    for rank, each in histories.items():
         if each.discards == over:
             _put(current, rank, each.attempt)
             continue
@@ -292,8 +292,8 @@ def attempts_of(step: int, told: Mapping[int, ToldStep]) -> tuple[Attempt, Attem
     return current, following
 
 
-def _put(into: Attempt, rank: int, attempt: ToldAttempt) -> None:
-    """Let an attempt know what a rank has told of it."""
+def _put(into: Attempt, rank: int, attempt: AttemptHistory) -> None:
+    """Have an attempt as a rank's history has it."""
     for number, report in enumerate(attempt.reports):
         asked = into.pass_of(report)
         asked.reports[rank] = report
@@ -304,8 +304,8 @@ def _put(into: Attempt, rank: int, attempt: ToldAttempt) -> None:
         into.commit(rank, attempt.inputs)
 
 
-def writes_made(told: Mapping[int, ToldStep]) -> tuple[list[Write], dict[int, int]]:
+def writes_made(histories: Mapping[int, StepHistory]) -> tuple[list[Write], dict[int, int]]:
     """The writes to the open version that are made, because some rank has had the answer; and how many of them each
     rank has asked for."""
-    made = max((each.written for each in told.values()), key=len, default=())
-    return list(made), {rank: len(each.written) for rank, each in told.items()}
+    made = max((each.written for each in histories.values()), key=len, default=())
+    return list(made), {rank: len(each.written) for rank, each in histories.items()}

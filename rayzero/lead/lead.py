@@ -51,13 +51,13 @@ from rayzero.protocol.messages import (
     FileEntry,
     FinishReport,
     Hyper,
+    LeadHistory,
     MeanInput,
     ModelSpec,
     Norm,
     NormParts,
     Record,
     StepInputs,
-    Told,
     Write,
 )
 from rayzero.telemetry.recorder import NullRecorder, Recorder
@@ -108,7 +108,7 @@ class StepLead:
         self._hearing = Hearing()
         self._telling: list[Future[Decision]] | None = None  # commits of the decision that is being sent to owners:
         # they cannot collect the next step until all of them have it
-        self._told: tuple[Future[None], ...] = ()  # owners, by index, that the last decision was sent to
+        self._acks: tuple[Future[None], ...] = ()  # owners, by index, that the last decision was sent to
         self._recorder = recorder or NullRecorder()
         self._checkpoints = CheckpointRequests(self._owners, self._recorder)
         self._writes = WriteRequests()
@@ -119,11 +119,17 @@ class StepLead:
     # ---- membership
 
     def attach(
-        self, rank: int, spec: ModelSpec, version: int = 0, told: Told | None = None, *, succeeds: bool = False
+        self,
+        rank: int,
+        spec: ModelSpec,
+        version: int = 0,
+        history: LeadHistory | None = None,
+        *,
+        succeeds: bool = False,
     ) -> int:
         """A rank has shaken hands with every owner. ``version``: the version that they start at. The first one makes
-        owners act again on what a former life of the lead recorded, before a step is collected. ``told``: what the rank
-        has told that life; ``succeeds``: there was one. Calls then wait until every rank has said it. Returns the step
+        owners act again on what a former life of the lead recorded, before a step is collected. ``history``: of the
+        rank with that life; ``succeeds``: there was one. Calls then wait for every rank's. Returns the step
         that is open, with which a rank that comes back begins."""
         with self._lock:
             if self._spec is None:
@@ -134,7 +140,7 @@ class StepLead:
                     self._telling = []
                     self._lock.defer(self._redo, records)
             self._dead.discard(rank)
-            self._hearing.meet(rank, told, succeeds=succeeds)
+            self._hearing.meet(rank, history, succeeds=succeeds)
             self._end_hearing()
             self._check_left()
             return self._attempt.step
@@ -142,24 +148,24 @@ class StepLead:
     def _end_hearing(self) -> None:
         """Once every rank has been heard, go on from what a former life of the lead knew, and take their calls."""
         assert self._spec is not None
-        told = self._hearing.end(self._spec.world_size, self._left)
-        if told is None:
+        histories = self._hearing.end(self._spec.world_size, self._left)
+        if histories is None:
             return
-        steps = open_steps(self._attempt.step, told)
+        steps = open_steps(self._attempt.step, histories)
         self._attempt, self._next = attempts_of(self._attempt.step, steps)
         for asked in self._attempt.passes:
             if asked.norm is not None:
                 for future in asked.norms.values():
                     self._answer(future, asked.norm, self._nonfinite(self._attempt))
         self._writes.go_on(self._attempt.step, *writes_made(steps))
-        for rank, each in told.items():
+        for rank, each in histories.items():
             for number, given in each.means:
                 self._means.know(rank, number, given)
         self._end_means()
         everyone = range(self._spec.world_size)
         self._checkpoints.go_on(
-            {rank: told[rank].saved if rank in told else None for rank in everyone},
-            {rank: told[rank].begun if rank in told else None for rank in everyone},
+            {rank: histories[rank].saved if rank in histories else None for rank in everyone},
+            {rank: histories[rank].begun if rank in histories else None for rank in everyone},
         )
         for call in self._ahead.take_all():
             self._lock.defer(call)
@@ -181,7 +187,7 @@ class StepLead:
     def _redo(self, records: Sequence[Record]) -> None:
         """Let every owner act on recorded decisions, in their order."""
         first, *rest = records
-        acks = self._told = tuple(peer.redo(first) for peer in self._owners)
+        acks = self._acks = tuple(peer.redo(first) for peer in self._owners)
         then = partial(self._redo, rest) if rest else partial(self._tell_ranks, first.decision, None)
         when_all(acks, lambda _: then(), self._peer_failed)
 
@@ -391,7 +397,7 @@ class StepLead:
 
             def ask() -> None:
                 answers = tuple(peer.write(*begun) for peer in self._owners)
-                self._writes.told(answers)
+                self._writes.sent(answers)
                 when_all(answers, lambda _: self._write_made(), self._peer_failed)
 
             self._lock.defer(ask)
@@ -514,7 +520,7 @@ class StepLead:
         error = self._nonfinite(current)
 
         def tell() -> None:
-            acks = self._told = tuple(peer.apply(decision) for peer in self._owners)
+            acks = self._acks = tuple(peer.apply(decision) for peer in self._owners)
             when_all(acks, lambda _: self._tell_ranks(decision, error), self._peer_failed)
 
         self._lock.defer(tell)
@@ -685,7 +691,7 @@ class StepLead:
 
     def retire(self, error: StoreError) -> None:
         """Another lead goes on from here, after ``hold``: everything that waits fails with ``error`` and is asked
-        there. The owners are not told. Returns once a checkpoint that was written is committed."""
+        there. The owners do not hear of it. Returns once a checkpoint that was written is committed."""
         with self._lock:
             self._end(error)
             self._lock.defer(self._checkpoints.retire, error)
@@ -738,11 +744,11 @@ class StepLead:
             return "no rank has attached"
         if self._hearing.lasts:
             missing = self._hearing.missing(self._spec.world_size, self._left)
-            return f"{have(missing)} not said what it has told the lead that died"
+            return f"{have(missing)} not said how far it was with the lead that died"
         if self._held is not None:
             return f"the optimizers change before step {self._attempt.step} is decided"
         if self._telling is not None:
-            return f"{owing(self._told)} not accepted the decision of step {self._attempt.step - 1}"
+            return f"{owing(self._acks)} not accepted the decision of step {self._attempt.step - 1}"
         if (ranks := self._means.waits_for(self._spec.world_size)) is not None:  # ranks that wait there do nothing else
             return ranks
         if self._checkpoints.holds(self._attempt.step):  # until it is written, the ranks that asked do nothing else

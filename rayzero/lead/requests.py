@@ -114,7 +114,7 @@ class WriteRequests:
         asked.begun = True
         return asked.number, asked.write
 
-    def told(self, owners: tuple[Future[None], ...]) -> None:
+    def sent(self, owners: tuple[Future[None], ...]) -> None:
         """The write was sent to the owners. ``owners``: their answers, by index."""
         if self._asked is not None:
             self._asked.asked = owners

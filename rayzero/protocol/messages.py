@@ -419,8 +419,8 @@ class SharedPaths:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToldAttempt:
-    """What a rank has told the lead of one attempt at a step, and the norms that it has got."""
+class AttemptHistory:
+    """What a rank has asked the lead in one attempt at a step, and the norms that it has got."""
 
     reports: tuple[FinishReport, ...] = ()  # one for each norm that it has asked for
     norms: tuple[Norm, ...] = ()  # those that it has got
@@ -428,13 +428,13 @@ class ToldAttempt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToldStep:
-    """What a rank has told the lead of one step."""
+class StepHistory:
+    """What a rank has asked the lead in one step, and been answered."""
 
     step: int
     discards: int = 0  # attempts that it has finished and discarded
-    discarded: ToldAttempt = ToldAttempt()  # the last one of these
-    attempt: ToldAttempt = ToldAttempt()  # the present one
+    discarded: AttemptHistory = AttemptHistory()  # the last one of these
+    attempt: AttemptHistory = AttemptHistory()  # the present one
     written: tuple[Write, ...] = ()  # writes to this version that are made
 
 
@@ -458,10 +458,10 @@ class BegunSave:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
-    """What a rank has told a lead that has died, and has heard from it: the lead's successor goes on from there."""
+class LeadHistory:
+    """What a rank has asked a lead that has died, and been answered: the lead's successor goes on from there."""
 
-    steps: tuple[ToldStep, ...] = ()  # those that may not be decided, ascending
+    steps: tuple[StepHistory, ...] = ()  # those that may not be decided, ascending
     means: tuple[tuple[int, MeanInput], ...] = ()  # the last that it asked for, by number
     saved: EndedSave | None = None  # the last one that has ended
     begun: BegunSave | None = None  # the last one that was begun beside the training, and perhaps has ended

@@ -14,14 +14,14 @@ from rayzero.lead.lead import StepLead
 from rayzero.owner.service import ShardService
 from rayzero.protocol.messages import (
     COMPUTE,
+    AttemptHistory,
     CheckpointInfo,
     EndedSave,
+    LeadHistory,
     MeanInput,
     ModelSpec,
     Norm,
-    Told,
-    ToldAttempt,
-    ToldStep,
+    StepHistory,
     Write,
 )
 from tests.store.toy import WAIT, make_spec
@@ -29,7 +29,7 @@ from tests.store.toy import WAIT, make_spec
 from .test_lead import WatchedPeer, inputs, lead_of, report
 
 NORM = Norm(step=0, total=3.0, finite=True)
-SILENT = Told()
+SILENT = LeadHistory()
 
 
 @pytest.fixture
@@ -54,35 +54,35 @@ def lead(peers: list[WatchedPeer]) -> Iterator[StepLead]:
     lead.close()
 
 
-def of_step(*attempts: ToldAttempt, discards: int = 0, written: tuple[Write, ...] = ()) -> Told:
-    """What a rank has told of step 0: its last discarded attempt, if any, and the present one."""
-    discarded = attempts[0] if discards else ToldAttempt()
-    return Told(
-        steps=(ToldStep(step=0, discards=discards, discarded=discarded, attempt=attempts[-1], written=written),)
+def of_step(*attempts: AttemptHistory, discards: int = 0, written: tuple[Write, ...] = ()) -> LeadHistory:
+    """The history of a rank in step 0: its last discarded attempt, if any, and the present one."""
+    discarded = attempts[0] if discards else AttemptHistory()
+    return LeadHistory(
+        steps=(StepHistory(step=0, discards=discards, discarded=discarded, attempt=attempts[-1], written=written),)
     )
 
 
-def finished(rank: int, *norms: Norm, attempt: int = 0) -> ToldAttempt:
-    return ToldAttempt(reports=(report(rank, attempt=attempt),), norms=norms)
+def finished(rank: int, *norms: Norm, attempt: int = 0) -> AttemptHistory:
+    return AttemptHistory(reports=(report(rank, attempt=attempt),), norms=norms)
 
 
 def test_a_rank_that_has_just_begun_waits_for_the_others_to_be_heard(lead: StepLead, spec: ModelSpec) -> None:
     """It knows nothing of the lead's former life; what it says before the others are heard counts."""
     lead.attach(1, spec, succeeds=True)
     first = lead.finish(report(1), None)
-    lead.attach(0, spec, told=of_step(finished(0)), succeeds=True)
+    lead.attach(0, spec, history=of_step(finished(0)), succeeds=True)
     again = lead.finish(report(0), None)
     assert first.result(WAIT) == again.result(WAIT)
 
 
 def test_no_call_is_taken_before_every_rank_has_been_heard(lead: StepLead, spec: ModelSpec) -> None:
     """Rank 0 has gone on to its finish; that rank 1 still waits in a mean is known only once rank 1 has said so."""
-    lead.attach(0, spec, told=SILENT)
+    lead.attach(0, spec, history=SILENT)
     given = MeanInput(names=(), shape=(), values=(1.0,), weight=1.0)
     norm, mean = lead.finish(report(0), inputs(spec)), lead.mean(0, 1, given)
-    assert lead.describe() == "rank 1 has not said what it has told the lead that died"
+    assert lead.describe() == "rank 1 has not said how far it was with the lead that died"
     assert not norm.done()
-    lead.attach(1, spec, told=Told(means=((1, given),)))
+    lead.attach(1, spec, history=LeadHistory(means=((1, given),)))
     assert mean.result(WAIT) == (1.0,)
     assert lead.finish(report(1), inputs(spec)).result(WAIT) == norm.result(WAIT)
 
@@ -90,7 +90,7 @@ def test_no_call_is_taken_before_every_rank_has_been_heard(lead: StepLead, spec:
 def test_a_mean_that_a_rank_had_before_is_no_call_that_others_have_to_make(lead: StepLead, spec: ModelSpec) -> None:
     """Rank 1 had it, too, in a life that is over."""
     given = MeanInput(names=(), shape=(), values=(1.0,), weight=1.0)
-    lead.attach(0, spec, told=Told(means=((1, given),)))
+    lead.attach(0, spec, history=LeadHistory(means=((1, given),)))
     lead.attach(1, spec)
     norm = lead.finish(report(1), None)
     assert lead.describe().startswith("rank 0 has not finished step 0")
@@ -100,7 +100,7 @@ def test_a_mean_that_a_rank_had_before_is_no_call_that_others_have_to_make(lead:
 def test_a_mean_that_a_dead_rank_had_is_made_again_for_others(lead: StepLead, spec: ModelSpec) -> None:
     """Rank 1 has had it and has gone on, and then has died with the lead: its new life says what it had given."""
     given = [MeanInput(names=(), shape=(), values=(value,), weight=1.0) for value in (1.0, 3.0)]
-    lead.attach(0, spec, told=Told(means=((1, given[0]),)))
+    lead.attach(0, spec, history=LeadHistory(means=((1, given[0]),)))
     lead.attach(1, spec)
     asked = lead.mean(0, 1, given[0])
     assert not asked.done()
@@ -111,7 +111,7 @@ def test_a_mean_that_a_dead_rank_had_is_made_again_for_others(lead: StepLead, sp
 def test_a_rank_that_gives_to_a_mean_again_waits_for_nobody_in_it(lead: StepLead, spec: ModelSpec) -> None:
     """Else a rank that waits for its norm meanwhile would be taken for one that makes calls in another order."""
     given = MeanInput(names=(), shape=(), values=(1.0,), weight=1.0)
-    lead.attach(0, spec, told=SILENT)
+    lead.attach(0, spec, history=SILENT)
     lead.attach(1, spec)
     norm = lead.finish(report(0), None)
     lead.know_mean(1, 1, given).result(WAIT)
@@ -119,8 +119,8 @@ def test_a_rank_that_gives_to_a_mean_again_waits_for_nobody_in_it(lead: StepLead
 
 
 def test_a_rank_without_a_predecessor_of_the_lead_ends_the_wait(lead: StepLead, spec: ModelSpec) -> None:
-    """It has come back in a new life, and has told this lead nothing."""
-    lead.attach(0, spec, told=SILENT)
+    """It has come back in a new life, and has no history with this lead."""
+    lead.attach(0, spec, history=SILENT)
     norm = lead.finish(report(0), None)
     lead.attach(1, spec)
     lead.finish(report(1), None).result(WAIT)
@@ -128,9 +128,9 @@ def test_a_rank_without_a_predecessor_of_the_lead_ends_the_wait(lead: StepLead, 
 
 
 def test_a_rank_that_dies_is_heard_in_its_next_life(lead: StepLead, spec: ModelSpec) -> None:
-    lead.attach(0, spec, told=of_step(ToldAttempt(inputs=inputs(spec))))
+    lead.attach(0, spec, history=of_step(AttemptHistory(inputs=inputs(spec))))
     lead.lose(0)
-    lead.attach(1, spec, told=SILENT)
+    lead.attach(1, spec, history=SILENT)
     norm = lead.finish(report(1), None)
     assert not norm.done()
     lead.attach(0, spec)
@@ -140,8 +140,8 @@ def test_a_rank_that_dies_is_heard_in_its_next_life(lead: StepLead, spec: ModelS
 
 def test_what_one_rank_has_discarded_another_gets_the_norm_of(lead: StepLead, spec: ModelSpec) -> None:
     """Owners are not asked: rank 0 has overwritten what it pushed in that attempt."""
-    lead.attach(0, spec, told=of_step(finished(0, NORM), ToldAttempt(), discards=1))
-    lead.attach(1, spec, told=SILENT)
+    lead.attach(0, spec, history=of_step(finished(0, NORM), AttemptHistory(), discards=1))
+    lead.attach(1, spec, history=SILENT)
     assert lead.finish(report(1), None).result(WAIT) == NORM
     again = lead.finish(report(0, attempt=1), inputs(spec))
     assert not again.done()
@@ -152,11 +152,11 @@ def test_what_one_rank_has_discarded_another_gets_the_norm_of(lead: StepLead, sp
 
 def test_attempts_that_all_ranks_have_discarded_are_over(spec: ModelSpec) -> None:
     """Rank 0 is in the third attempt, rank 1 in the second, whose norm it has."""
-    told = {
+    histories = {
         0: of_step(finished(0, NORM, attempt=1), finished(0, attempt=2), discards=2).steps[0],
         1: of_step(finished(1), finished(1, NORM, attempt=1), discards=1).steps[0],
     }
-    current, following = attempts_of(0, told)
+    current, following = attempts_of(0, histories)
     assert {rank: each.attempt for rank, each in current.reports.items()} == {0: 1, 1: 1}
     assert (current.norm, current.discarded) == (NORM, {0: 1})
     assert following is not None
@@ -164,9 +164,9 @@ def test_attempts_that_all_ranks_have_discarded_are_over(spec: ModelSpec) -> Non
 
 
 def test_a_commit_that_was_told_counts(lead: StepLead, spec: ModelSpec) -> None:
-    committed = ToldAttempt(reports=(report(0),), norms=(NORM,), inputs=inputs(spec))
-    lead.attach(0, spec, told=of_step(committed))
-    lead.attach(1, spec, told=of_step(finished(1)))
+    committed = AttemptHistory(reports=(report(0),), norms=(NORM,), inputs=inputs(spec))
+    lead.attach(0, spec, history=of_step(committed))
+    lead.attach(1, spec, history=of_step(finished(1)))
     decision = lead.commit(1, 0, inputs(spec)).result(WAIT)
     assert lead.commit(0, 0, inputs(spec)).result(WAIT) == decision
 
@@ -175,8 +175,8 @@ def test_a_write_that_one_rank_knows_is_made_is_not_made_again(
     lead: StepLead, peers: list[WatchedPeer], spec: ModelSpec
 ) -> None:
     write = Write(version=0, unit=0, kind=COMPUTE, digest="d")
-    lead.attach(0, spec, told=of_step(ToldAttempt(), written=(write,)))
-    lead.attach(1, spec, told=SILENT)
+    lead.attach(0, spec, history=of_step(AttemptHistory(), written=(write,)))
+    lead.attach(1, spec, history=SILENT)
     lead.write(1, write).result(WAIT)  # nothing is staged: an owner that was asked would refuse
     asked = Write(version=0, unit=0, kind=COMPUTE, digest="another")
     more = [lead.write(rank, asked) for rank in range(2)]
@@ -190,7 +190,7 @@ def test_a_write_that_a_rank_that_came_back_finds_published_is_made(
 ) -> None:
     """No other rank has had the answer of the lead that made it, and the next life of rank 1 does not ask."""
     write = Write(version=0, unit=0, kind=COMPUTE, digest="d")
-    lead.attach(0, spec, told=SILENT)
+    lead.attach(0, spec, history=SILENT)
     lead.attach(1, spec)
     asked = [lead.write(0, write)] if asks_first else []
     lead.know_write(1, write).result(WAIT)
@@ -225,7 +225,7 @@ def test_a_write_that_ranks_know_to_be_made_while_owners_make_it_again_is_answer
 ) -> None:
     write = Write(version=0, unit=0, kind=COMPUTE, digest="d")
     for rank in range(2):
-        lead.attach(rank, spec, told=SILENT)
+        lead.attach(rank, spec, history=SILENT)
     asked = [lead.write(rank, write) for rank in range(2)]
     lead.know_write(1, write).result(WAIT)
     assert [future.result(WAIT) for future in asked] == [None, None]
@@ -240,8 +240,8 @@ def test_the_end_of_a_save_reaches_ranks_that_have_not_heard(
 ) -> None:
     directory = tmp_path / checkpoint_name(0)
     saved = EndedSave(number=3, step=0, directory=str(directory), outcome=outcome)
-    lead.attach(0, spec, told=Told(saved=saved))
-    lead.attach(1, spec, told=SILENT)
+    lead.attach(0, spec, history=LeadHistory(saved=saved))
+    lead.attach(1, spec, history=SILENT)
     asked = lead.save(1, 0, directory, ())
     if isinstance(outcome, CheckpointInfo):
         assert asked.result(WAIT) == outcome
@@ -257,7 +257,9 @@ def test_a_rank_that_dies_after_it_was_heard_asks_again_for_a_checkpoint_that_is
 ) -> None:
     directory, made = tmp_path / checkpoint_name(0), CheckpointInfo(path="p", step=0, digest="d")
     for rank in range(2):
-        lead.attach(rank, spec, told=Told(saved=EndedSave(number=1, step=0, directory=str(directory), outcome=made)))
+        lead.attach(
+            rank, spec, history=LeadHistory(saved=EndedSave(number=1, step=0, directory=str(directory), outcome=made))
+        )
     lead.lose(1)
     lead.attach(1, spec)
     assert lead.save(1, 0, directory, ()).result(WAIT) == made
@@ -276,7 +278,7 @@ def test_a_checkpoint_that_was_made_but_not_told_is_found(
     for peer in peers:
         peer.calls.clear()
     for rank in range(2):
-        lead.attach(rank, spec, told=SILENT)
+        lead.attach(rank, spec, history=SILENT)
     again = [lead.save(rank, 0, directory, files[rank]) for rank in range(2)]
     assert [future.result(WAIT) for future in again] == [info] * 2
     assert [call for peer in peers for call in peer.calls] == []
@@ -290,7 +292,7 @@ def test_a_commit_that_was_cut_is_taken_up(
     files = [(write_rank_state(staging_path(directory), rank, {}, {}),) for rank in range(2)]
     staging_path(directory).rename(taken_path(directory))
     for rank in range(2):
-        lead.attach(rank, spec, told=SILENT)
+        lead.attach(rank, spec, history=SILENT)
     saved = [lead.save(rank, 0, directory, files[rank]) for rank in range(2)]
     assert saved[0].result(WAIT) == saved[1].result(WAIT)
     assert [path.name for path in tmp_path.iterdir()] == [directory.name]

@@ -15,7 +15,7 @@ from rayzero.checkpoint.manifest import MANIFEST
 from rayzero.concurrency.futures import settle
 from rayzero.errors import CheckpointAbandonedError, StepMismatchError
 from rayzero.lead.lead import StepLead
-from rayzero.protocol.messages import BegunSave, CheckpointInfo, FileEntry, NormParts, Told
+from rayzero.protocol.messages import BegunSave, CheckpointInfo, FileEntry, LeadHistory, NormParts
 from tests.store.toy import WAIT, make_spec
 
 from .test_lead import WatchedPeer, inputs, lead_of, report
@@ -181,10 +181,10 @@ def test_a_successor_of_the_lead_begins_nothing_again_that_a_rank_knows_to_be_be
         lead = StepLead(peers)
         for peer in peers:
             peer.lead = lead
-        told = Told(begun=BegunSave(number=1, step=0, directory=str(directory)))
-        lead.attach(0, SPEC, told=told, succeeds=True)
+        history = LeadHistory(begun=BegunSave(number=1, step=0, directory=str(directory)))
+        lead.attach(0, SPEC, history=history, succeeds=True)
         again = lead.begin_save(1, 0, directory, (files[1],))  # waits until both are heard
-        lead.attach(1, SPEC, told=Told(), succeeds=True)
+        lead.attach(1, SPEC, history=LeadHistory(), succeeds=True)
         again.result(WAIT)
         for rank in range(2):
             ended = lead.save(rank, 0, directory, (files[rank],), begun=True)

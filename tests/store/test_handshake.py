@@ -59,9 +59,9 @@ def shaken(*owners: Owner, **said: Any) -> Handshake:
     return handshake
 
 
-def meet(handshake: Handshake, owner: int, successor: Owner, told: pb.Told | None = None) -> None:
+def meet(handshake: Handshake, owner: int, successor: Owner, history: pb.LeadHistory | None = None) -> None:
     links = handshake._links
-    handshake.greet(links[owner], cast(Channel, successor), told)
+    handshake.greet(links[owner], cast(Channel, successor), history)
     handshake.require_values(links[owner])
     handshake.share_again(links[owner], cast(Channel, successor))
 
@@ -93,10 +93,10 @@ def test_owners_that_disagree_are_refused_by_name(field: str, other: str | int) 
         shaken(Owner(0, answer()), Owner(1, answer()), Owner(2, answer(**{field: other})))
 
 
-def test_only_the_lead_hears_what_another_lead_was_told() -> None:
-    owners, told = [Owner(0, answer()), Owner(1, answer())], pb.Told(steps=[pb.Told.Step(step=5)])
-    shaken(*owners, told=(1, told))
-    assert [request.told for request in (owner.asked[1][1] for owner in owners)] == [pb.Told(), told]
+def test_only_the_lead_gets_the_history_with_another_lead() -> None:
+    owners, history = [Owner(0, answer()), Owner(1, answer())], pb.LeadHistory(steps=[pb.LeadHistory.Step(step=5)])
+    shaken(*owners, history=(1, history))
+    assert [request.history for request in (owner.asked[1][1] for owner in owners)] == [pb.LeadHistory(), history]
 
 
 def test_memory_is_shared_with_owners_that_offer_theirs_and_with_their_successors() -> None:
@@ -136,20 +136,20 @@ def test_the_first_owner_of_a_host_is_its_door() -> None:
         meet(handshake, 1, successor)
 
 
-def test_a_successor_is_asked_what_its_predecessor_was_and_told_that_it_is_one() -> None:
+def test_a_successor_is_asked_what_its_predecessor_was_with_a_history() -> None:
     owner, successor = Owner(0, answer()), Owner(0, answer(), knows_spec=False)
     handshake = shaken(owner)
     handshake.admit_loss([0], before=4)
-    told = pb.Told(steps=[pb.Told.Step(step=5)])
-    meet(handshake, 0, successor, told)
+    history = pb.LeadHistory(steps=[pb.LeadHistory.Step(step=5)])
+    meet(handshake, 0, successor, history)
     expected = pb.AttachRequest()
     expected.CopyFrom(owner.asked[-1][1])
     assert expected.lost_before == 4
-    expected.told.CopyFrom(told)
+    expected.history.CopyFrom(history)
     assert successor.asked[0] == ("Attach", expected)
     assert successor.asked[1][1].spec
     meet(handshake, 0, successor)
-    assert successor.asked[-1][1].HasField("told")
+    assert successor.asked[-1][1].HasField("history")
 
 
 OTHER = pb.SharedFiles(control="/dev/shm/other")

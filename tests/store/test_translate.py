@@ -15,6 +15,7 @@ from rayzero.concurrency.processes import ProcessIdentity
 from rayzero.errors import RankLeftError, RayZeroError, TransferError
 from rayzero.protocol.messages import (
     Action,
+    AttemptHistory,
     BegunSave,
     CheckpointInfo,
     Clamp,
@@ -25,6 +26,7 @@ from rayzero.protocol.messages import (
     EndedSave,
     FileEntry,
     FinishReport,
+    LeadHistory,
     LoopState,
     MeanInput,
     Norm,
@@ -33,11 +35,9 @@ from rayzero.protocol.messages import (
     Record,
     SharedPaths,
     SharedPlace,
+    StepHistory,
     StepInputs,
     Summand,
-    Told,
-    ToldAttempt,
-    ToldStep,
     Write,
 )
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
@@ -60,7 +60,7 @@ TRANSLATED = {
     "reports": tuple[FinishReport, ...],
     "parts": NormParts,
     "mean": MeanInput,
-    "told": Told,
+    "history": LeadHistory,
 }
 
 json_values = st.recursive(
@@ -108,7 +108,7 @@ def through_bytes(name: str, value: Any) -> Any:
         return from_pb(value.step, pb.CollectResponse.FromString(to_pb(value).SerializeToString()))
     if name == "reports":
         return from_pb(pb.Reports.FromString(group.SerializeToString()) for group in to_pb(value))
-    message = to_pb(value, 3) if name == "told" else to_pb(value)
+    message = to_pb(value, 3) if name == "history" else to_pb(value)
     return from_pb(type(message).FromString(message.SerializeToString()))
 
 
@@ -161,20 +161,22 @@ def test_messages_say_what_our_values_do() -> None:
     assert translate.file_to_pb(entry) == pb.FileEntry(name="a", size_bytes=1, sha256="0" * 64, content=content)
 
 
-def test_what_a_rank_has_told_the_lead_says_which_rank_that_is() -> None:
+def test_a_history_says_whose_it_is() -> None:
     report = FinishReport(step=1, attempt=1, rank=3, counts=(2, 0), clamp=Clamp(scale=0.0, limit=0.0))
     inputs = StepInputs(edits=(Edit(EditKind.CLIP_VALUE, 2.0),), hyper=())
-    told = Told(
-        steps=(ToldStep(step=1, attempt=ToldAttempt(reports=(report, replace(report, clamp=None)), inputs=inputs)),),
+    history = LeadHistory(
+        steps=(
+            StepHistory(step=1, attempt=AttemptHistory(reports=(report, replace(report, clamp=None)), inputs=inputs)),
+        ),
         means=((7, MeanInput(values=(1.5,), weight=2.0)),),
         saved=EndedSave(number=0, step=0, directory="", outcome=RankLeftError("rank 1 left")),
         begun=BegunSave(number=0, step=0, directory=""),
     )
-    message = translate.told_to_pb(told, 3)
-    step = pb.Told.Step(
+    message = translate.history_to_pb(history, 3)
+    step = pb.LeadHistory.Step(
         step=1,
-        discarded=pb.Told.Attempt(),
-        attempt=pb.Told.Attempt(
+        discarded=pb.LeadHistory.Attempt(),
+        attempt=pb.LeadHistory.Attempt(
             reports=[
                 pb.FinishReport(step=1, attempt=1, rank=3, counts=[2, 0], clamp=pb.Clamp()),
                 pb.FinishReport(step=1, attempt=1, rank=3, counts=[2, 0]),
@@ -182,13 +184,13 @@ def test_what_a_rank_has_told_the_lead_says_which_rank_that_is() -> None:
             inputs=pb.StepInputs(edits=[pb.Edit(kind=pb.EDIT_KIND_CLIP_VALUE, value=2.0)], hyper=b"[]"),
         ),
     )
-    assert message == pb.Told(
+    assert message == pb.LeadHistory(
         steps=[step],
         means=[pb.MeanRequest(rank=3, number=7, values=[1.5], weight=2.0)],
-        saved=pb.Told.Saved(failure=pb.Failure(error="RankLeftError", message="rank 1 left")),
-        begun=pb.Told.Begun(),
+        saved=pb.LeadHistory.Saved(failure=pb.Failure(error="RankLeftError", message="rank 1 left")),
+        begun=pb.LeadHistory.Begun(),
     )
-    assert repr(translate.told_from_pb(message)) == repr(told)
+    assert repr(translate.history_from_pb(message)) == repr(history)
 
 
 DECISION = {"action": pb.ACTION_APPLY, "hyper": b"[]"}

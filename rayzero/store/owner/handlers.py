@@ -84,11 +84,11 @@ class RankCalls:
         if request.lost_before:
             service.lost_before(request.rank, request.lost_before)
         self._model.take_spec(spec)
-        told = translate.told_from_pb(request.told) if request.HasField("told") else None
+        history = translate.history_from_pb(request.history) if request.HasField("history") else None
         step = 0
         if self._model.leads:
             succeeds = self._model.shared is not None and self._model.shared.took_over
-            step = self._connected_lead().attach(request.rank, spec, attached.version, told, succeeds=succeeds)
+            step = self._connected_lead().attach(request.rank, spec, attached.version, history, succeeds=succeeds)
         settle(self._model.begun, None)
         self._model.ranks.attached(request.rank, process, request.lease_s)
         return pb.AttachResponse(
@@ -258,8 +258,8 @@ def _patience_s(model: ServedModel, context: Context) -> float:
 
 
 def _notice(published: Sequence[Published], error: RayZeroError | None) -> pb.NoticesResponse:
-    told = map(translate.published_to_pb, published)
-    return pb.NoticesResponse(published=told, abort=to_failure(error) if error is not None else None)
+    said = map(translate.published_to_pb, published)
+    return pb.NoticesResponse(published=said, abort=to_failure(error) if error is not None else None)
 
 
 async def _first_notice(stream: PublishStream) -> pb.NoticesResponse:
@@ -369,8 +369,8 @@ class OwnerCalls:
 
     async def ask(self, request: pb.AskRequest, context: Context) -> pb.AskResponse:
         """Answer what ranks of a host ask: when all of them have their answers, or with those that are there. What a
-        rank asks that has not attached here waits: the lead before may have told it something of which this one has
-        not heard."""
+        rank asks that has not attached here waits: the lead before may have given it an answer of which this one
+        has not heard."""
         ranks, until = self._model.ranks, asyncio.get_running_loop().time() + _patience_s(self._model, context)
 
         def left_s() -> float:

@@ -69,12 +69,12 @@ class Handshake:
         *,
         host: str,
         summed: Sequence[int],
-        told: tuple[int, pb.Told] | None = None,
+        history: tuple[int, pb.LeadHistory] | None = None,
     ) -> None:
         """Attach to every owner, and keep their ``answers``; blocks.
 
-        host: whose memory the rank can map; empty: none. summed: the ranks whose gradients come as one sum. told: the
-        lead's index, and what it has to know of what this rank has told another lead.
+        host: whose memory the rank can map; empty: none. summed: the ranks whose gradients come as one sum.
+        history: the lead's index, and what this rank has asked another lead and been answered.
 
         Raises HandshakeError unless kernel and version agree, StallError if a link is down all that time."""
         self._spec = translate.spec_to_bytes(spec)
@@ -93,8 +93,8 @@ class Handshake:
         for link in self._links.values():
             link.open()
             mine = _to_owner(self._asked, link.owner)
-            if told is not None and link.owner == told[0]:
-                mine.told.CopyFrom(told[1])
+            if history is not None and link.owner == history[0]:
+                mine.history.CopyFrom(history[1])
             asked[link] = self._ask(link, mine)
         answers = dict(zip(self._links, answers_of(asked, self._deadline_s), strict=True))
         self._require_same("kernel", [answer.kernel for answer in answers.values()])
@@ -176,14 +176,14 @@ class Handshake:
 
     # ---- successors
 
-    def greet(self, link: OwnerLink, channel: AnyChannel, told: pb.Told | None) -> None:
-        """Attach to the successor of an owner, over a channel to it; blocks. ``told``: see ``attach``; None: the owner
-        does not lead. Raises as ``Channel.answer`` does."""
+    def greet(self, link: OwnerLink, channel: AnyChannel, history: pb.LeadHistory | None) -> None:
+        """Attach to the successor of an owner, over a channel to it; blocks. ``history``: see ``attach``; None: the
+        owner does not lead. Raises as ``Channel.answer`` does."""
         assert self._asked is not None
         request = _to_owner(self._asked, link.owner)
-        request.told.SetInParent()
-        if told is not None:
-            request.told.CopyFrom(told)
+        request.history.SetInParent()
+        if history is not None:
+            request.history.CopyFrom(history)
         answer = channel.answer(channel.start("Attach", request, self._deadline_s))
         if answer.needs_spec:
             answer = channel.answer(channel.start("Attach", self._whole(request), self._deadline_s))

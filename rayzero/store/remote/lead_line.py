@@ -22,19 +22,19 @@ from rayzero.concurrency.futures import DONE, chain, then
 from rayzero.errors import RayZeroError, StoreClosedError
 from rayzero.protocol.messages import (
     LOOP_STEPS,
+    AttemptHistory,
     BegunSave,
     CheckpointInfo,
     Decision,
     EndedSave,
     FileEntry,
     FinishReport,
+    LeadHistory,
     LoopState,
     MeanInput,
     Norm,
+    StepHistory,
     StepInputs,
-    Told,
-    ToldAttempt,
-    ToldStep,
     Write,
 )
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
@@ -54,23 +54,23 @@ _MEANS = 8  # a rank makes its means one after the other, so that the last one w
 T = TypeVar("T")
 
 
-class LeadHistory:
+class NotedCalls:
     """Notes a rank's calls to the lead, each before it is sent, and the answers as they come. Thread-safe.
 
     Knows calls and answers; not how they travel."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._steps: dict[int, ToldStep] = {}  # freed by: a later step's norm, or the decision
+        self._steps: dict[int, StepHistory] = {}  # freed by: a later step's norm, or the decision
         self._means: dict[int, MeanInput] = {}  # by number
         self._saved: EndedSave | None = None
         self._begun: BegunSave | None = None
 
-    def told(self) -> Told:
+    def history(self) -> LeadHistory:
         """All of it."""
         with self._lock:
             steps = tuple(self._steps[step] for step in sorted(self._steps))
-            return Told(steps=steps, means=tuple(self._means.items()), saved=self._saved, begun=self._begun)
+            return LeadHistory(steps=steps, means=tuple(self._means.items()), saved=self._saved, begun=self._begun)
 
     # ---- calls
 
@@ -78,15 +78,15 @@ class LeadHistory:
         """The rank asks for a norm."""
         with self._lock:
             step = self._step(report.step)
-            kept = ToldAttempt() if report.clamp is None else step.attempt
+            kept = AttemptHistory() if report.clamp is None else step.attempt
             attempt = replace(kept, reports=(*kept.reports, report), inputs=inputs)
             self._steps[report.step] = replace(step, attempt=attempt)
 
     def commit(self, step: int, inputs: StepInputs) -> None:
         """The rank commits a step that it has finished."""
         with self._lock:
-            told = self._step(step)
-            self._steps[step] = replace(told, attempt=replace(told.attempt, inputs=inputs))
+            before = self._step(step)
+            self._steps[step] = replace(before, attempt=replace(before.attempt, inputs=inputs))
 
     def mean(self, number: int, given: MeanInput) -> None:
         """The rank asks for a mean."""
@@ -94,18 +94,18 @@ class LeadHistory:
             self._means[number] = given
             self._means.pop(number - _MEANS, None)
 
-    def _step(self, step: int) -> ToldStep:
-        return self._steps.get(step) or ToldStep(step=step)
+    def _step(self, step: int) -> StepHistory:
+        return self._steps.get(step) or StepHistory(step=step)
 
     # ---- answers: each is noted before the call that waits for it returns
 
     def normed(self, norm: Norm) -> Norm:
         """A norm of a step is here, so the steps before are decided."""
         with self._lock:
-            told = self._step(norm.step)
-            attempt = replace(told.attempt, norms=(*told.attempt.norms, norm))
+            before = self._step(norm.step)
+            attempt = replace(before.attempt, norms=(*before.attempt.norms, norm))
             self._steps = {step: each for step, each in self._steps.items() if step > norm.step}
-            self._steps[norm.step] = replace(told, attempt=attempt)
+            self._steps[norm.step] = replace(before, attempt=attempt)
         return norm
 
     def decided(self, decision: Decision) -> Decision:
@@ -117,15 +117,17 @@ class LeadHistory:
     def discarded(self, step: int) -> None:
         """The present attempt at a step is discarded."""
         with self._lock:
-            told = self._step(step)
-            self._steps[step] = replace(told, discards=told.discards + 1, discarded=told.attempt, attempt=ToldAttempt())
+            before = self._step(step)
+            self._steps[step] = replace(
+                before, discards=before.discards + 1, discarded=before.attempt, attempt=AttemptHistory()
+            )
 
     def written(self, write: Write) -> None:
         """A write is made, so the steps before are decided."""
         with self._lock:
-            told = self._step(write.version)
+            before = self._step(write.version)
             self._steps = {step: each for step, each in self._steps.items() if step > write.version}
-            self._steps[write.version] = replace(told, written=(*told.written, write))
+            self._steps[write.version] = replace(before, written=(*before.written, write))
 
     def begun(self, number: int, step: int, directory: Path) -> None:
         """A save has begun, and the training goes on."""
@@ -257,7 +259,7 @@ class RemoteLead(LeadLine):
         self._link, self._door, self._shared, self._watch, self._epochs = link, door, shared, watch, epochs
         self._rank = link.caller.number
         self._writes = 0  # calls so far
-        self._history = LeadHistory()
+        self._noted = NotedCalls()
         self._answers = ThreadPoolExecutor(1, f"rayzero-rank{link.caller.number}-answers")  # freed by: close()
 
     def enter(self, link: OwnerLink, shared: SharedRank | None, watch: StallWatch) -> None:
@@ -271,14 +273,14 @@ class RemoteLead(LeadLine):
     def finish(self, awaited: str, report: FinishReport, inputs: StepInputs | None) -> Future[Norm]:
         sent = None if inputs is None else translate.inputs_to_pb(inputs)
         request = pb.FinishRequest(report=translate.report_to_pb(report), inputs=sent)
-        self._history.finish(report, inputs)
+        self._noted.finish(report, inputs)
         return self._ask(
-            awaited, "Finish", request, lambda answer: self._history.normed(translate.norm_from_pb(answer.norm))
+            awaited, "Finish", request, lambda answer: self._noted.normed(translate.norm_from_pb(answer.norm))
         )
 
     def commit(self, awaited: str, step: int, inputs: StepInputs) -> Future[Decision]:
         request = pb.CommitRequest(rank=self._rank, step=step, inputs=translate.inputs_to_pb(inputs))
-        self._history.commit(step, inputs)
+        self._noted.commit(step, inputs)
         return self._ask(awaited, "Commit", request, self._decision_of)
 
     def decision(self, awaited: str, step: int) -> Future[Decision]:
@@ -286,11 +288,11 @@ class RemoteLead(LeadLine):
         return self._ask(awaited, "GetDecision", request, self._decision_of)
 
     def _decision_of(self, answer: Any) -> Decision:
-        return self._history.decided(translate.decision_from_pb(answer.decision))
+        return self._noted.decided(translate.decision_from_pb(answer.decision))
 
     def discard(self, awaited: str, step: int, attempt: int) -> Future[None]:
         request = pb.DiscardRequest(rank=self._rank, step=step, attempt=attempt)
-        return self._ask(awaited, "Discard", request, lambda _: self._history.discarded(step))
+        return self._ask(awaited, "Discard", request, lambda _: self._noted.discarded(step))
 
     def write(self, awaited: str, write: Write) -> Future[None]:
         return self._ask_write(awaited, write, made=False)
@@ -301,13 +303,13 @@ class RemoteLead(LeadLine):
     def _ask_write(self, awaited: str, write: Write, *, made: bool) -> Future[None]:
         self._writes += 1
         request = pb.WriteRequest(rank=self._rank, write=translate.write_to_pb(write), number=self._writes, made=made)
-        return self._ask(awaited, "Write", request, lambda _: self._history.written(write))
+        return self._ask(awaited, "Write", request, lambda _: self._noted.written(write))
 
     def begin_save(
         self, awaited: str, number: int, step: int, directory: Path, files: tuple[FileEntry, ...]
     ) -> Future[None]:
         request = self._save_request(number, step, directory, files)
-        return self._ask(awaited, "BeginSave", request, lambda _: self._history.begun(number, step, directory))
+        return self._ask(awaited, "BeginSave", request, lambda _: self._noted.begun(number, step, directory))
 
     def _save_request(
         self, number: int, step: int, directory: Path, files: tuple[FileEntry, ...], *, begun: bool = False
@@ -326,7 +328,7 @@ class RemoteLead(LeadLine):
         def ended(answer: Future[CheckpointInfo]) -> None:
             error = answer.exception()
             if error is None or isinstance(error, RayZeroError):
-                self._history.saved(number, step, directory, error or answer.result())
+                self._noted.saved(number, step, directory, error or answer.result())
             chain(answer, saved)
 
         asked = self._ask(awaited, "Save", request, lambda answer: translate.checkpoint_from_pb(answer.checkpoint))
@@ -335,12 +337,12 @@ class RemoteLead(LeadLine):
 
     def mean(self, awaited: str, number: int, given: MeanInput) -> Future[tuple[float, ...]]:
         request = translate.mean_to_pb(self._rank, number, given)
-        self._history.mean(number, given)
+        self._noted.mean(number, given)
         return self._ask(awaited, "Mean", request, lambda answer: tuple(answer.mean.values))
 
     def give_again(self, awaited: str, number: int, given: MeanInput) -> Future[None]:
         request = translate.mean_to_pb(self._rank, number, given, former=True)
-        self._history.mean(number, given)
+        self._noted.mean(number, given)
         return self._ask(awaited, "Mean", request, lambda _: None)
 
     def _ask(self, awaited: str, method: str, request: Any, read: Callable[[Any], T]) -> Future[T]:
@@ -360,8 +362,8 @@ class RemoteLead(LeadLine):
         """Whether this is the line over ``link``."""
         return link is self._link
 
-    def told(self) -> pb.Told:
-        """What the lead's successor has to know of what this rank has told the lead; blocks. Call it once the lead is
+    def history(self) -> pb.LeadHistory:
+        """What this rank has asked the lead and been answered, for its successor; blocks. Call it once the lead is
         dead and its channel is closed: every answer that has come is noted first."""
         if self._shared is not None:
             self._shared.ask_again()
@@ -369,7 +371,7 @@ class RemoteLead(LeadLine):
             self._answers.submit(lambda: None).result()
         except RuntimeError:  # shut down by close()
             raise StoreClosedError(f"rank {self._rank} closed its store") from None
-        return translate.told_to_pb(self._history.told(), self._rank)
+        return translate.history_to_pb(self._noted.history(), self._rank)
 
     def describe(self, timeout_s: float) -> Future[str]:
         """Ask the lead what it waits for; does not block. The future ends within ``timeout_s`` seconds."""

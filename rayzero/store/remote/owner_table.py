@@ -97,8 +97,8 @@ def connect_store(
 ) -> ParameterStore:
     """Make a rank's store for owners in other processes, which are where ``table`` says. ``model``: the prepared
     model's number. ``life``: how often the rank has died and was started again. ``ranks_here``: the ranks of
-    this one's host, itself included; empty: it is alone. ``outlives_owners``: ``table`` will be
-    told of successors. ``tls``: what the rank shows to owners at addresses that it protects; None: no TLS.
+    this one's host, itself included; empty: it is alone. ``outlives_owners``: ``table`` will
+    have their successors. ``tls``: what the rank shows to owners at addresses that it protects; None: no TLS.
 
     Raises UnsupportedError if ``config.transport`` cannot reach them."""
     if config.transport == "inproc":

@@ -152,9 +152,9 @@ class RemoteConnection(ChangingConnection, LinkUser):
     def _doors(self) -> range:
         return range(0) if self._ownership is None else self._ownership.door_numbers
 
-    def _shake_hands(self, plan: SharedPlan, host: str, told: tuple[int, pb.Told] | None = None) -> None:
+    def _shake_hands(self, plan: SharedPlan, host: str, history: tuple[int, pb.LeadHistory] | None = None) -> None:
         """Attach to every owner; see ``Handshake.attach``."""
-        self._handshake.attach(plan.spec, host=host, summed=self._memory.summed, told=told)
+        self._handshake.attach(plan.spec, host=host, summed=self._memory.summed, history=history)
 
     def _join_host(self, plan: SharedPlan, page_lock: torch.device | None) -> None:
         """Share memory with the owners and the other ranks of this host."""
@@ -308,14 +308,14 @@ class RemoteConnection(ChangingConnection, LinkUser):
         assert before._loop is not None
         plan = SharedPlan.of(before._plan.spec, self._num_owners, self._ownership)
         self._memory, self._lead, self._loop = before._memory, before._lead, before._loop
-        lead, told = plan.shard_map.owner(0), self._lead.told()
+        lead, history = plan.shard_map.owner(0), self._lead.history()
         self._lead.enter(self._links[lead], self._memory.shared, self._watch)  # first: its successor is told the same
         self._loop.enter(self._keeper)
         identity = self._memory.identity if self._memory.shares else ""
         here = self._owners_on(identity) if self._memory.summed or self._doors else []
         self._part_with_doors(here)
         self._callers = tuple(here) if self._memory.summed else ()
-        self._shake_hands(plan, identity, (lead, told))
+        self._shake_hands(plan, identity, (lead, history))
         for owner, answer in self._handshake.answers.items():
             if answer.needs_load:
                 raise self._handshake.lost_values(self._links[owner])
@@ -351,10 +351,10 @@ class RemoteConnection(ChangingConnection, LinkUser):
         had."""
         if not self._handshake.has_begun:
             return
-        told = None
+        history = None
         if self._lead is not None and self._lead.is_over(link):
-            told = self._lead.told()
-        self._handshake.greet(link, channel, told)
+            history = self._lead.history()
+        self._handshake.greet(link, channel, history)
         if self._loop is not None and self._loop.is_with(link):
             timeout_s = max(QUICK_S, self.stall_timeout)
             self._loop.give(lambda state: channel.answer(channel.start("Keep", state, timeout_s)))

@@ -30,6 +30,7 @@ from rayzero.protocol.messages import (
     EndedSave,
     FileEntry,
     FinishReport,
+    LeadHistory,
     LoopState,
     MeanInput,
     ModelSpec,
@@ -38,9 +39,8 @@ from rayzero.protocol.messages import (
     Published,
     Record,
     SharedPaths,
+    StepHistory,
     StepInputs,
-    Told,
-    ToldStep,
     Write,
     canonical_json,
 )
@@ -152,8 +152,8 @@ decision_to_pb, decision_from_pb = _alike(Decision, pb.Decision)
 file_to_pb, file_from_pb = _alike(FileEntry, pb.FileEntry)
 paths_to_pb, paths_from_pb = _alike(SharedPaths, pb.SharedFiles)
 published_to_pb, published_from_pb = _alike(Published, pb.NoticesResponse.Published)
-_step_to_pb, _step_from_pb = _alike(ToldStep, pb.Told.Step)
-_begun_to_pb, _begun_from_pb = _alike(BegunSave, pb.Told.Begun)
+_step_to_pb, _step_from_pb = _alike(StepHistory, pb.LeadHistory.Step)
+_begun_to_pb, _begun_from_pb = _alike(BegunSave, pb.LeadHistory.Begun)
 _given_to_pb, mean_from_pb = _alike(MeanInput, pb.MeanRequest)  # without rank and number
 
 
@@ -239,28 +239,28 @@ def mean_to_pb(rank: int, number: int, given: MeanInput, *, former: bool = False
     return request
 
 
-def told_to_pb(told: Told, rank: int) -> pb.Told:
-    """What a rank has told the lead."""
-    return pb.Told(
-        steps=map(_step_to_pb, told.steps),
-        means=[mean_to_pb(rank, number, given) for number, given in told.means],
-        saved=None if told.saved is None else _ended_to_pb(told.saved),
-        begun=None if told.begun is None else _begun_to_pb(told.begun),
+def history_to_pb(history: LeadHistory, rank: int) -> pb.LeadHistory:
+    """Of a rank, by number."""
+    return pb.LeadHistory(
+        steps=map(_step_to_pb, history.steps),
+        means=[mean_to_pb(rank, number, given) for number, given in history.means],
+        saved=None if history.saved is None else _ended_to_pb(history.saved),
+        begun=None if history.begun is None else _begun_to_pb(history.begun),
     )
 
 
-def told_from_pb(told: pb.Told) -> Told:
-    """The inverse of :func:`told_to_pb`, without the rank."""
-    return Told(
-        steps=tuple(map(_step_from_pb, told.steps)),
-        means=tuple((each.number, mean_from_pb(each)) for each in told.means),
-        saved=_ended_from_pb(told.saved) if told.HasField("saved") else None,
-        begun=_begun_from_pb(told.begun) if told.HasField("begun") else None,
+def history_from_pb(history: pb.LeadHistory) -> LeadHistory:
+    """The inverse of :func:`history_to_pb`, without the rank."""
+    return LeadHistory(
+        steps=tuple(map(_step_from_pb, history.steps)),
+        means=tuple((each.number, mean_from_pb(each)) for each in history.means),
+        saved=_ended_from_pb(history.saved) if history.HasField("saved") else None,
+        begun=_begun_from_pb(history.begun) if history.HasField("begun") else None,
     )
 
 
-def _ended_to_pb(saved: EndedSave) -> pb.Told.Saved:
-    message = pb.Told.Saved(number=saved.number, step=saved.step, directory=saved.directory)
+def _ended_to_pb(saved: EndedSave) -> pb.LeadHistory.Saved:
+    message = pb.LeadHistory.Saved(number=saved.number, step=saved.step, directory=saved.directory)
     if isinstance(saved.outcome, CheckpointInfo):
         message.checkpoint.CopyFrom(checkpoint_to_pb(saved.outcome))
     else:
@@ -268,7 +268,7 @@ def _ended_to_pb(saved: EndedSave) -> pb.Told.Saved:
     return message
 
 
-def _ended_from_pb(saved: pb.Told.Saved) -> EndedSave:
+def _ended_from_pb(saved: pb.LeadHistory.Saved) -> EndedSave:
     is_complete = saved.HasField("checkpoint")
     outcome = checkpoint_from_pb(saved.checkpoint) if is_complete else from_failure(saved.failure)
     return EndedSave(number=saved.number, step=saved.step, directory=saved.directory, outcome=outcome)

@@ -199,7 +199,7 @@ class GetHostResponse(_message.Message):
     def __init__(self, host: _Optional[str] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("protocol_version", "rank", "spec", "layout_digest", "owner", "num_owners", "host", "process", "lease_s", "told", "lost_before", "spec_digest", "summed")
+    __slots__ = ("protocol_version", "rank", "spec", "layout_digest", "owner", "num_owners", "host", "process", "lease_s", "history", "lost_before", "spec_digest", "summed")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
@@ -209,7 +209,7 @@ class AttachRequest(_message.Message):
     HOST_FIELD_NUMBER: _ClassVar[int]
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
-    TOLD_FIELD_NUMBER: _ClassVar[int]
+    HISTORY_FIELD_NUMBER: _ClassVar[int]
     LOST_BEFORE_FIELD_NUMBER: _ClassVar[int]
     SPEC_DIGEST_FIELD_NUMBER: _ClassVar[int]
     SUMMED_FIELD_NUMBER: _ClassVar[int]
@@ -222,13 +222,13 @@ class AttachRequest(_message.Message):
     host: str
     process: Process
     lease_s: float
-    told: Told
+    history: LeadHistory
     lost_before: int
     spec_digest: str
     summed: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, protocol_version: _Optional[int] = ..., rank: _Optional[int] = ..., spec: _Optional[bytes] = ..., layout_digest: _Optional[str] = ..., owner: _Optional[int] = ..., num_owners: _Optional[int] = ..., host: _Optional[str] = ..., process: _Optional[_Union[Process, _Mapping]] = ..., lease_s: _Optional[float] = ..., told: _Optional[_Union[Told, _Mapping]] = ..., lost_before: _Optional[int] = ..., spec_digest: _Optional[str] = ..., summed: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, protocol_version: _Optional[int] = ..., rank: _Optional[int] = ..., spec: _Optional[bytes] = ..., layout_digest: _Optional[str] = ..., owner: _Optional[int] = ..., num_owners: _Optional[int] = ..., host: _Optional[str] = ..., process: _Optional[_Union[Process, _Mapping]] = ..., lease_s: _Optional[float] = ..., history: _Optional[_Union[LeadHistory, _Mapping]] = ..., lost_before: _Optional[int] = ..., spec_digest: _Optional[str] = ..., summed: _Optional[_Iterable[int]] = ...) -> None: ...
 
-class Told(_message.Message):
+class LeadHistory(_message.Message):
     __slots__ = ("steps", "means", "saved", "begun")
     class Attempt(_message.Message):
         __slots__ = ("reports", "norms", "inputs")
@@ -248,10 +248,10 @@ class Told(_message.Message):
         WRITTEN_FIELD_NUMBER: _ClassVar[int]
         step: int
         discards: int
-        discarded: Told.Attempt
-        attempt: Told.Attempt
+        discarded: LeadHistory.Attempt
+        attempt: LeadHistory.Attempt
         written: _containers.RepeatedCompositeFieldContainer[Write]
-        def __init__(self, step: _Optional[int] = ..., discards: _Optional[int] = ..., discarded: _Optional[_Union[Told.Attempt, _Mapping]] = ..., attempt: _Optional[_Union[Told.Attempt, _Mapping]] = ..., written: _Optional[_Iterable[_Union[Write, _Mapping]]] = ...) -> None: ...
+        def __init__(self, step: _Optional[int] = ..., discards: _Optional[int] = ..., discarded: _Optional[_Union[LeadHistory.Attempt, _Mapping]] = ..., attempt: _Optional[_Union[LeadHistory.Attempt, _Mapping]] = ..., written: _Optional[_Iterable[_Union[Write, _Mapping]]] = ...) -> None: ...
     class Saved(_message.Message):
         __slots__ = ("number", "step", "directory", "checkpoint", "failure")
         NUMBER_FIELD_NUMBER: _ClassVar[int]
@@ -278,11 +278,11 @@ class Told(_message.Message):
     MEANS_FIELD_NUMBER: _ClassVar[int]
     SAVED_FIELD_NUMBER: _ClassVar[int]
     BEGUN_FIELD_NUMBER: _ClassVar[int]
-    steps: _containers.RepeatedCompositeFieldContainer[Told.Step]
+    steps: _containers.RepeatedCompositeFieldContainer[LeadHistory.Step]
     means: _containers.RepeatedCompositeFieldContainer[MeanRequest]
-    saved: Told.Saved
-    begun: Told.Begun
-    def __init__(self, steps: _Optional[_Iterable[_Union[Told.Step, _Mapping]]] = ..., means: _Optional[_Iterable[_Union[MeanRequest, _Mapping]]] = ..., saved: _Optional[_Union[Told.Saved, _Mapping]] = ..., begun: _Optional[_Union[Told.Begun, _Mapping]] = ...) -> None: ...
+    saved: LeadHistory.Saved
+    begun: LeadHistory.Begun
+    def __init__(self, steps: _Optional[_Iterable[_Union[LeadHistory.Step, _Mapping]]] = ..., means: _Optional[_Iterable[_Union[MeanRequest, _Mapping]]] = ..., saved: _Optional[_Union[LeadHistory.Saved, _Mapping]] = ..., begun: _Optional[_Union[LeadHistory.Begun, _Mapping]] = ...) -> None: ...
 
 class SharedFiles(_message.Message):
     __slots__ = ("control", "tensors", "places")
