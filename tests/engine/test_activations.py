@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
-import time
 from functools import partial
 from typing import Any
 
@@ -12,16 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
 
 import rayzero
 from rayzero import ZeroConfig
-from rayzero.activations import offload
 from rayzero.engine.context import RankContext, running_in
 from rayzero.errors import ConfigError
 from rayzero.testing import run_ranks
 from tests.support.leftovers import threads, threads_left
-from tests.support.watched_lane import WatchedLane
 
 from .models import WIDTH, Net, prepared_copy, same_bits, seeded, tight, token_loss, tokens
 
@@ -111,19 +106,6 @@ def test_the_share_that_leaves_and_the_memory_it_may_take_are_the_configs(up):
     assert run_ranks(lambda ctx: trained(ctx, base, capped), 1, 1)[0][3].host["peak_bytes"] <= 2 * ROW
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("pattern", ["layers.?", "layers.?.up"])
-def test_checkpointed_layers(pattern, reentrant):
-    wrap = partial(checkpoint, use_reentrant=reentrant)
-    base = seeded(lambda: Net(num_layers=4, wrap=wrap))
-    config = offloading(base, up=False, patterns=(pattern,))
-    want, got = (
-        run_ranks(lambda ctx, config=config: trained(ctx, base, config), 1, 1)[0]
-        for config in (config.replace(offload_activations=()), config)
-    )
-    assert same_bits(got[0], want[0])
-
-
 @pytest.mark.parametrize("up", [False, True])
 def test_a_budget_is_kept_by_offload_or_recomputation(up, monkeypatch):
     from rayzero.activations.cost import Choice, CostBook
@@ -145,24 +127,6 @@ def test_a_budget_is_kept_by_offload_or_recomputation(up, monkeypatch):
     totals = got[3].groups["layers.?"]
     assert totals.recomputed == 2 * 2  # layers 0 and 3, in two steps
     assert totals.offloaded_bytes == (4 + 2 * 1) * 6 * ROW  # all in the first step, then layer 1
-
-
-@pytest.mark.spread(1)
-@pytest.mark.parametrize("up", [False, True])
-def test_random_delays_in_the_copies_change_no_bit(up, monkeypatch):
-    rng = random.Random(5)
-
-    def delay(direction: str, label: str) -> None:
-        if rng.random() < 0.1:
-            time.sleep(rng.choice((2e-4, 2e-3)))  # the fault under test
-
-    base = seeded(lambda: Net(num_layers=4))
-    config = offloading(base, up=up, patterns=("layers.?", "layers.?.down"))
-    (want,) = run_ranks(lambda ctx: trained(ctx, base, config.replace(offload_activations=()), 25), 1, 1)
-    monkeypatch.setattr(offload, "_lane_for", lambda models: WatchedLane(delay))
-    (got,) = run_ranks(lambda ctx: trained(ctx, base, config, 25), 1, 1)
-    assert got[3].offloaded_bytes > 0
-    assert same_bits(got[0], want[0])
 
 
 class Fails(nn.Module):

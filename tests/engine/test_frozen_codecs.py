@@ -74,18 +74,6 @@ def test_a_run_has_the_bits_of_a_plain_one_on_the_values_that_were_kept(
     assert same_bits(kept, trained(base, config)[0]) is not lossy
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_kept_values_differ_by_no_more_than_the_codec_says(method: str) -> None:
-    base = frozen_base()
-    kept, _ = trained(base, ZeroConfig(cpu_compression=method))
-    codec = CODECS[CpuCompressionMethod(method)]
-    for name, param in base.named_parameters():
-        given = param.detach().reshape(-1)
-        error = (kept[name].reshape(-1).double() - given.double()).abs()
-        stays = param.requires_grad or param.dim() < 2
-        assert bool((error <= (0.0 if stays else codec.error_bound(given))).all()), name
-
-
 def states_of(context: RankContext, base: Net) -> dict[str, Tensor]:
     model, optimizer = prepared_frozen(copy.deepcopy(base))
     train(model, optimizer, range(3), context.rank)

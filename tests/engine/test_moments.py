@@ -142,20 +142,6 @@ def test_a_checkpoint_of_what_is_kept_is_as_small_as_what_is_kept(tmp_path: Path
     assert all(torch.equal(value, digests["fp32"][key]) for key, value in digests["kept"].items())
 
 
-@pytest.mark.parametrize("moments", CODED)
-def test_states_that_are_written_are_rounded_once(moments: str) -> None:
-    with running_in(RankContext()):
-        model, optimizer = prepared(ZeroConfig(moments=moments))
-        train(model, optimizer, range(2))
-        state = optimizer.state_dict()
-        train(model, optimizer, range(2, 4))
-        optimizer.load_state_dict(state)
-        again = optimizer.state_dict()["state"]
-        assert all(
-            torch.equal(again[i][name], value) for i, found in state["state"].items() for name, value in found.items()
-        )
-
-
 @pytest.mark.promise("bounded", "moments")
 @pytest.mark.parametrize("moments", ["fp32", *CODED])
 def test_the_owner_counts_the_bytes_that_it_keeps(moments: str) -> None:

@@ -101,15 +101,6 @@ def test_bits_do_not_depend_on_the_transport(two_ranks: tuple[nn.Module, dict[st
         assert same_bits(state, expected)
 
 
-def _train_in_process(context: RankContext) -> dict[str, Tensor]:
-    return train(context, seeded(Net), tight(Net(), prefetch_buffer_size=1), steps=5)[0]
-
-
-def test_bits_do_not_depend_on_ranks_being_processes(two_ranks: tuple[nn.Module, dict[str, Tensor]]) -> None:
-    for state in run_ranks(_train_in_process, 2, 2, "grpc", processes=True):
-        assert same_bits(state, two_ranks[1])
-
-
 # ---- accumulation -----------------------------------------------------------------------------------------------
 
 

@@ -24,7 +24,6 @@ from rayzero.testing import run_ranks
 from tests.support import needs
 
 from .models import Net, prepared_copy, same_bits, seeded, tight, token_loss, tokens
-from .test_replaced_owners import owner_pid
 
 PAGES = 16 << 12  # what may stay of a slab: its header, and the last page of each place
 
@@ -189,6 +188,14 @@ def test_another_thread_than_the_one_that_trains_is_refused_by_name(alone: RankC
         other.submit(rayzero.release, model).result()
         with pytest.raises(UnsupportedError, match=refused):
             rayzero.release(model)
+
+
+def owner_pid(run: str, owner: int) -> int:
+    """The process that has the control slab of an owner."""
+    headers = [slab.header for slab in list_slabs() if slab.header is not None and slab.alive]
+    facts = [(header.pid, header.facts) for header in headers if header.facts.run == run]
+    (pid,) = {pid for pid, f in facts if (f.role, f.index) == ("control", owner) and f.kernel != "rank"}
+    return pid
 
 
 KILLS = {1: "optimizer 0", 2: "rank 1", 3: "optimizer 1"}  # once a step's gradients have been given back

@@ -138,14 +138,6 @@ def test_the_file_holds_tied_names_buffers_and_no_pickle(tmp_path: Path) -> None
     assert {path.suffix for path in (tmp_path / "step-000000").iterdir()} == {".safetensors", ".json"}
 
 
-def test_resuming_from_nothing_is_one_line_before_anything_changes(tmp_path: Path) -> None:
-    with running_in(RankContext(resume=tmp_path / "step-000009")):
-        model = seeded(Net)
-        with pytest.raises(CheckpointError, match="no checkpoint at"):
-            rayzero.prepare(model, torch.optim.AdamW(model.parameters()))
-        assert all(type(param) is nn.Parameter for param in model.parameters())
-
-
 # ---- a save that failed
 
 

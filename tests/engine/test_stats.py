@@ -23,7 +23,7 @@ from rayzero.engine.units.param_unit import UnitState
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.store.inprocess import LocalConnection, LocalOwners
 from rayzero.store.rank.rank_store import RankStore
-from rayzero.telemetry.recorder import MemoryRecorder, NullRecorder
+from rayzero.telemetry.recorder import MemoryRecorder
 from rayzero.telemetry.spans import Spans
 from rayzero.testing import run_ranks
 
@@ -155,17 +155,6 @@ def test_uses_of_units_are_hits_late_or_misses(alone: RankContext) -> None:
     assert none.misses > 0
 
 
-def test_a_cpu_rank_computes_in_the_owners_memory_and_fetches_nothing(
-    alone: RankContext, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RAYZERO_DEBUG", "0")
-    model, optimizer = prepared()
-    train(model, optimizer, 2)
-    found = rayzero.stats(model)
-    assert (found.to_device.copies.count, found.to_device.sent_bytes, found.memory.device_bytes) == (0, 0, 0)
-    assert found.to_host.copies.bytes == found.to_host.sent_bytes > 0
-
-
 class HeldStore(RankStore):
     """A store whose versions and fetches end when the test says so."""
 
@@ -291,16 +280,6 @@ def test_backwards_of_checkpoints_are_a_part_of_the_loops(budget: str, reentrant
     assert {layer.backward.count for layer in found.layers.values()} == {4}
 
 
-def test_a_whole_model_that_is_recomputed_has_one_forward(alone: RankContext) -> None:
-    model, _ = prepared(tight(Net()))
-    inputs, targets = tokens(0)
-    output = checkpoint(model, inputs, use_reentrant=False)
-    torch.nn.functional.cross_entropy(output.flatten(0, 1), targets.flatten()).backward()
-    found = rayzero.stats(model)
-    assert (found.forwards, found.backwards) == (1, 1)
-    assert {layer.forward.count for layer in found.layers.values()} == {1}
-
-
 def test_a_layers_time_leaves_out_waits_and_the_layers_inside(
     alone: RankContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -385,16 +364,6 @@ def test_a_reset_counts_from_zero_in_the_middle_of_a_step_too(alone: RankContext
     assert after.to_host.copies.count == len(optimizer.engine.units)
 
 
-def test_models_of_a_rank_have_passes_and_layers_of_their_own(alone: RankContext) -> None:
-    first, first_optimizer = prepared()
-    train(first, first_optimizer, 2)
-    second, second_optimizer = prepared()
-    train(second, second_optimizer, 1)
-    assert [rayzero.stats(model).forwards for model in (first, second)] == [2, 1]
-    assert [rayzero.stats(model).layers["layers.0"].forward.count for model in (first, second)] == [2, 1]
-    assert rayzero.stats(second).prefetch.hits <= 4  # what the rank counted before is not the second one's
-
-
 def _rank(context: RankContext, base: nn.Module) -> dict[str, Any]:
     model, optimizer = prepared_copy(base, torch.optim.AdamW)
     train(model, optimizer, 2, context.rank)
@@ -454,32 +423,11 @@ def test_a_model_that_was_not_prepared_and_wrong_counts_are_refused(alone: RankC
     assert repr(rayzero.stats(model).tokens.tokens) == "2"
 
 
-def test_a_rank_that_records_nothing_still_knows_its_own_clock() -> None:
-    with running_in(RankContext(recorder=NullRecorder())):
-        model, optimizer = prepared()
-        train(model, optimizer, 1)
-        found = rayzero.stats(model)
-    assert (found.forwards, found.steps.count) == (1, 1)
-    assert found.prefetch.hits + found.prefetch.late == 0
-
-
 # ---- statistics of a model's parameters
 
 
 def model_of(*shapes: tuple[int, ...]) -> nn.Module:
     return nn.ParameterList(nn.Parameter(torch.empty(shape)) for shape in shapes)
-
-
-def test_documented_vectors() -> None:
-    assert ModelParameterStats.of(model_of((100, 50), (50,))) == ModelParameterStats(
-        total_parameters=2,
-        total_elements=5050,
-        mean_parameter_size=2525.0,
-        median_parameter_size=2525.0,
-        min_parameter_size=50,
-        max_parameter_size=5000,
-        total_memory_bytes=20200,
-    )
 
 
 def test_documented_vectors_of_modules() -> None:
