@@ -50,11 +50,11 @@ def both(optimizer: Any, params: list[nn.Parameter]) -> list[float]:
 CLIPS: dict[str, Clip | None] = {"no clip": None, "norm": by_norm, "value": by_value, "norm, value, norm": both}
 
 
-def train(context: RankContext, base: nn.Module, precision: str, clip: Clip | None, *, scaled: bool = True) -> Any:
+def train(context: RankContext, base: nn.Module, precision: str, clip: Clip | None) -> Any:
     """The loop of torch's documentation on one rank: state, scales, norms."""
     config = tight(base, precision=precision, prefetch_buffer_size=1, shard_bytes=16 << 10)
     model, optimizer = prepared_copy(base, adamw, config)
-    scaler = make_scaler() if scaled else torch.amp.GradScaler("cpu", enabled=False)
+    scaler = make_scaler()
     scales, norms = [], []
     for step in range(STEPS):
         optimizer.zero_grad()
