@@ -129,65 +129,6 @@ def test_a_budget_is_kept_by_offload_or_recomputation(up, monkeypatch):
     assert totals.offloaded_bytes == (4 + 2 * 1) * 6 * ROW  # all in the first step, then layer 1
 
 
-class Fails(nn.Module):
-    """Raises once in forward or in backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fault = ""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.fault == "forward":
-            raise ValueError("forward")
-        if self.fault == "backward":
-            x.register_hook(self._raise)
-        return x * 1.0
-
-    def _raise(self, grad: Tensor) -> None:
-        raise ValueError("backward")
-
-
-@pytest.mark.parametrize("up", [False, True])
-@pytest.mark.parametrize("fault", ["forward", "backward", "between"])
-def test_after_an_exception_the_next_step_is_right(fault, up):
-    base = seeded(lambda: Net(num_layers=4))
-    base.layers[2].add_module("fails", Fails())
-    base.layers[2].forward = partial(_failing, base.layers[2])
-    config = offloading(base, up=up, patterns=("layers.?",))
-
-    def run(config: ZeroConfig, fault: str) -> dict[str, Tensor]:
-        model = copy.deepcopy(base)
-        model.layers[2].forward = partial(_failing, model.layers[2])
-        with running_in(RankContext(config=config)):
-            model, optimizer = rayzero.prepare(model, momentum(model.parameters()))
-            for step in range(3):
-                if step == 1 and fault:
-                    model.layers[2].fails.fault = fault
-                    with pytest.raises(ValueError, match=fault):
-                        _step_that_fails(model, fault)
-                    model.layers[2].fails.fault = ""
-                    optimizer.zero_grad()
-                with torch.no_grad():
-                    token_loss(model.eval(), tokens(7))
-                token_loss(model.train(), tokens(step)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            return rayzero.full_state_dict(model)
-
-    assert same_bits(run(config, fault), run(config.replace(offload_activations=()), ""))
-
-
-def _step_that_fails(model: nn.Module, fault: str) -> None:
-    loss = token_loss(model, tokens(9))
-    if fault == "between":
-        raise ValueError(fault)
-    loss.backward()
-
-
-def _failing(block: nn.Module, x: Tensor) -> Tensor:
-    return type(block).forward(block, block.fails(x))
-
-
 def test_a_users_own_hooks_outside_keep_what_they_pack():
     base = seeded(Net)
     config = offloading(base, up=False, patterns=("layers.?",))

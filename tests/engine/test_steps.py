@@ -133,6 +133,15 @@ def test_zero_grad_after_clip_reopens_the_step(alone: RankContext) -> None:
 # ---- steps ------------------------------------------------------------------------------------------------------
 
 
+def test_parameters_without_an_optimizer_keep_their_gradient(alone: RankContext) -> None:
+    def loop(model: nn.Module, optimizer: Optimizer) -> None:
+        fit(model, optimizer, range(2))
+        assert model.layers[0].up.weight.grad is not None
+
+    state, expected = both(loop, groups=lambda m: [{"params": m.layers[1].parameters()}])
+    assert same_bits(state, expected)
+
+
 def test_a_step_without_gradients_changes_nothing(alone: RankContext) -> None:
     def loop(model: nn.Module, optimizer: Optimizer) -> None:
         optimizer.step()
