@@ -18,7 +18,7 @@ from rayzero.errors import ConfigError
 from rayzero.testing import run_ranks
 from tests.support.leftovers import threads, threads_left
 
-from .models import WIDTH, Net, prepared_copy, same_bits, seeded, tight, token_loss, tokens
+from .models import WIDTH, Net, fit, prepared_copy, same_bits, seeded, tight, token_loss, tokens
 
 BATCH, LENGTH = 4, 8  # of tokens()
 ROW = BATCH * LENGTH * WIDTH * 4  # bytes of one activation of width WIDTH
@@ -58,9 +58,7 @@ def trained(
     optimizer.engine.cache.observers.append(lambda verb, unit: events.append((verb, unit)))
     gradients: list[Tensor] = []
     for step in range(steps):
-        token_loss(model, tokens(step, context.rank)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        fit(model, optimizer, [step], context.rank)
         if not gradients:
             gradients = [state["momentum_buffer"] for state in optimizer.state_dict()["state"].values()]
     assert optimizer.engine.residency.budget.peak <= config.gpu_param_memory_budget

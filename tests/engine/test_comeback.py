@@ -24,7 +24,7 @@ from rayzero import ZeroConfig
 from rayzero.engine.context import RankContext
 from rayzero.engine.rank_step import RankStep
 from rayzero.engine.step_clock import StepClock
-from rayzero.errors import ConfigError, RunFailedError, StateLostError, UntrackedError
+from rayzero.errors import RunFailedError, StateLostError, UntrackedError
 from rayzero.protocol.messages import ATTEMPTS, FinishReport, StepInputs
 from rayzero.telemetry.recorder import NullRecorder
 from rayzero.testing import Killed, run_ranks
@@ -421,10 +421,3 @@ def test_a_killed_process_ends_the_run_unless_failures_are_allowed(tmp_path: Pat
     one = functools.partial(loop, base=base(), folder=tmp_path, at=(("forward", 1),), processes=True)
     with pytest.raises(RunFailedError, match="the process of rank 1 died"):
         run_ranks(one, 2, 2, "grpc", True)
-
-
-def test_max_failures_is_checked() -> None:
-    with pytest.raises(ConfigError, match="max_failures is -1; pass a number >= 0"):
-        run_ranks(lambda _: None, max_failures=-1)
-    with pytest.raises(ConfigError, match="and 0 with a transport of your own"):
-        run_ranks(lambda _: None, transport=lambda *_: None, max_failures=1)  # type: ignore[arg-type,return-value]

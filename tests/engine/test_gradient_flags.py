@@ -257,17 +257,6 @@ def test_a_forward_with_gradients_that_uses_it_is_refused_by_name(use: str, alon
     assert same_bits(rayzero.full_state_dict(model), before)
 
 
-def test_a_refused_forward_can_be_done_without_gradients(alone: RankContext) -> None:
-    base = seeded(Policy)
-    (model, optimizer), (plain, reference) = made(base, ours=True), made(base, ours=False)
-    with pytest.raises(UnsupportedError, match="or compute with it under torch"):
-        through_its_module(model)
-    for step in range(2):
-        preference_step(model, optimizer, step)
-        preference_step(plain, reference, step)
-    assert same_bits(rayzero.full_state_dict(model), plain.state_dict())
-
-
 # ---- adapters that are both trained, and parameters that rest ----------------------------------------------------
 
 

@@ -206,11 +206,7 @@ def test_a_checkpoint_of_one_fraction_goes_on_with_another(first, then, tmp_path
 
     def part(context: RankContext, start: int, stop: int) -> tuple[dict[str, Tensor], str]:
         model, optimizer = prepared_copy(base, adamw)
-        for step in range(start, stop):
-            token_loss(model, tokens(step, context.rank)).backward()
-            optimizer.clip_grad_norm_(MAX_NORM)
-            optimizer.step()
-            optimizer.zero_grad()
+        fit(model, optimizer, range(start, stop), context.rank, max_norm=MAX_NORM)
         info = rayzero.save_checkpoint(optimizer, tmp_path / f"{first}-{start}" / f"step-{stop:06}", {})
         return rayzero.full_state_dict(model), info.digest
 

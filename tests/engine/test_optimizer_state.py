@@ -152,30 +152,6 @@ def test_a_plain_run_goes_on_under_rayzero_bit_by_bit_and_back() -> None:
     assert same_bits(back.state_dict(), plain.state_dict())
 
 
-def test_groups_schedulers_and_hooks_are_torchs(alone: RankContext) -> None:
-    model = seeded(Net)
-    groups = [
-        {"params": model.embed.parameters(), "lr": 0.5, "betas": (0.5, 0.6)},
-        {"params": [p for n, p in model.named_parameters() if not n.startswith("embed")]},
-    ]
-    model, optimizer = rayzero.prepare(model, torch.optim.AdamW(groups, lr=0.1))
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    train(model, optimizer, range(1))
-    scheduler.step()
-    state = saved_and_loaded(optimizer.state_dict())
-    assert [group["lr"] for group in state["param_groups"]] == pytest.approx([0.05, 0.01])
-    optimizer.param_groups[0]["lr"] = 7.0
-    seen: list[int] = []
-    optimizer.register_load_state_dict_pre_hook(lambda _, given: seen.append(len(given["state"])))
-    optimizer.register_state_dict_post_hook(lambda _, given: seen.append(len(given["state"])))
-    optimizer.load_state_dict(state)
-    optimizer.state_dict()
-    assert seen == [len(list(model.parameters()))] * 2
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
-    assert tuple(optimizer.param_groups[0]["betas"]) == (0.5, 0.6)
-    train(model, optimizer, range(1))
-
-
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(alone: RankContext) -> None:
     model, optimizer = prepared_copy(seeded(Net), adamw)
     train(model, optimizer, range(1))

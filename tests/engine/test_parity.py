@@ -14,7 +14,7 @@ from rayzero import ZeroConfig
 from rayzero.engine.context import RankContext
 from rayzero.testing import run_ranks
 
-from .models import Net, fit, oracle, relative_difference, same_bits, seeded, tight, token_loss, tokens
+from .models import Net, oracle, relative_difference, same_bits, seeded, tight, token_loss, tokens
 
 STEPS, MAX_NORM = 20, 0.5
 
@@ -99,22 +99,3 @@ def test_bits_do_not_depend_on_the_transport(two_ranks: tuple[nn.Module, dict[st
     base, expected = two_ranks
     for state, _ in run_ranks(lambda ctx: train(ctx, base, ZeroConfig(), steps=5), 2, 2, "grpc"):
         assert same_bits(state, expected)
-
-
-def test_modules_kept_in_fp32_get_fp32_inputs_and_give_them_on() -> None:
-    base = seeded(Net)
-    config = ZeroConfig(precision="bf16", keep_fp32=("*norm",))
-
-    def dtypes(context: RankContext) -> tuple[dict[str, torch.dtype], list[torch.dtype]]:
-        model = copy.deepcopy(base)
-        model, optimizer = rayzero.prepare(model, adamw(model.parameters()), config)
-        seen: list[torch.dtype] = []
-        model.layers[0].norm.register_forward_pre_hook(lambda m, args: seen.append(args[0].dtype))
-        model.layers[0].up.register_forward_pre_hook(lambda m, args: seen.append(args[0].dtype))
-        fit(model, optimizer, [0])
-        return {name: p.dtype for name, p in model.named_parameters()}, seen
-
-    ((by_name, seen),) = run_ranks(dtypes, 1, 1)
-    assert seen == [torch.float32, torch.bfloat16]
-    assert by_name["norm.weight"] is by_name["layers.1.norm.bias"] is torch.float32
-    assert by_name["layers.1.up.weight"] is by_name["embed.weight"] is torch.bfloat16

@@ -110,23 +110,6 @@ def test_a_gradient_is_announced_once_its_copy_has_run() -> None:
     carried.close()
 
 
-def test_draining_waits_for_copies_into_the_stores_memory() -> None:
-    unit, store, _ = one_unit()
-    ended: list[str] = []
-
-    def late(direction: str, label: str) -> None:
-        time.sleep(0.05)
-        ended.append(direction)
-
-    carried = DeviceTransfers(store, BufferPool(), WatchedLane(late), {})
-    contribution = Contribution(step=1, attempt=0, rank=0, unit=unit.index, seq=0, presence=b"\x01")
-    carried.push(unit, contribution, [store.values.view(64, 64)])
-    carried.drain()
-    assert ended == ["out"]
-    carried.close()
-    assert torch.equal(store.pushed[0], store.values)
-
-
 def test_staging_is_page_locked_for_the_device_of_the_lane(driver: Driver) -> None:
     """Whichever one the fetching thread is on: the driver fails at what would make a context there."""
     unit, store, published = one_unit()
