@@ -190,6 +190,24 @@ def test_the_gradient_of_the_output_does_what_the_loss_does(alone: RankContext) 
     assert same_bits(*states)
 
 
+def test_gradients_of_several_forwards_add_up_until_the_step(alone: RankContext) -> None:
+    base = seeded(Net)
+    config = ZeroConfig(gradient_accumulation_steps=2)
+    with OffloadManager(config, None, copy.deepcopy(base), adamw) as manager:
+        for step in range(2):
+            inputs, targets = tokens(step)
+            manager.backward_pass(loss_of(manager.forward_pass(inputs), targets) / 2)
+        manager.optimizer_step()
+        found = rayzero.full_state_dict(manager.model)
+    with OffloadManager(None, None, copy.deepcopy(base), adamw) as manager:
+        first, second = (loss_of(manager.forward_pass(tokens(step)[0]), tokens(step)[1]) for step in range(2))
+        manager.backward_pass(first / 2 + second / 2)  # two forwards, one backward
+        manager.optimizer_step()
+        both = rayzero.full_state_dict(manager.model)
+    for name, value in found.items():
+        assert torch.allclose(value, both[name], atol=1e-6)
+
+
 def test_a_rate_given_to_the_step_holds_from_then_on(alone: RankContext) -> None:
     base = seeded(Net)
     expected = plain(base, ZeroConfig(), rates=(0.1, 0.1, 0.01, 0.01, 0.01))
@@ -264,6 +282,11 @@ def test_a_gradient_that_fits_no_output_is_refused(manager: OffloadManager) -> N
     with pytest.raises(ConfigError, match="takes a loss or a gradient, got float"):
         manager.backward_pass(0.5)
     manager.backward_pass(torch.ones_like(output))
+    with OffloadManager(None, None, Pair()) as two:
+        output, _ = two.forward_pass(torch.ones(2, 4))
+        with pytest.raises(ConfigError, match="the last output is a tuple; pass the loss instead"):
+            two.backward_pass(torch.ones(2, 4))
+        two.backward_pass(output.sum())
 
 
 def test_a_loss_that_is_no_scalar_is_refused_and_leaves_the_step_as_it_was(manager: OffloadManager) -> None:

@@ -288,6 +288,45 @@ def test_a_scheduler_of_such_a_class_and_its_checkpoint(tmp_path: Path) -> None:
     assert same_bits(train_on(None), train_on(tmp_path / "two"))
 
 
+class Counting(torch.optim.SGD):
+    """Writes into its groups: counts its steps, and warms up."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            for p in (each for each in group["params"] if each.grad is not None):
+                p.sub_(p.grad * (group["lr"] * min(1.0, group["steps"] / 4)))
+
+
+def muon_and_counting(model: nn.Module) -> Optimizers:
+    matrices, others = divided(model)
+    return [torch.optim.Muon(matrices), Counting(others, lr=0.1)]
+
+
+@pytest.mark.parametrize("settings", [{}, {"offload_fraction": 0.5}])
+def test_one_that_writes_into_its_groups_and_owners_beside_ranks(settings: Any, alone: RankContext) -> None:
+    model, optimizer, _ = prepared(muon_and_counting, config=ZeroConfig(**settings))
+    train(model, optimizer, range(3))
+    assert same_bits(rayzero.full_state_dict(model), plain(muon_and_counting, 3, 1))
+    assert [group.get("steps") for group in optimizer.param_groups] == [None, 3]
+
+
+def three(model: nn.Module) -> Optimizers:
+    """Two are of one class, and the list is not in the order of the model."""
+    matrices, others = divided(model)
+    return [torch.optim.AdamW(others[::2], lr=2e-3), torch.optim.Muon(matrices), torch.optim.AdamW(others[1::2])]
+
+
+def test_two_of_three_may_be_of_one_class(alone: RankContext) -> None:
+    model, optimizer, given = prepared(three)
+    train(model, optimizer, range(3))
+    assert same_bits(rayzero.full_state_dict(model), plain(three, 3, 1))
+    assert [len(each.param_groups) for each in given] == [1, 1, 1]
+    sizes = [len(each.state_dict()["state"]) for each in given]
+    assert sizes == [len(each.param_groups[0]["params"]) for each in given]
+
+
 # ---- groups and states
 
 

@@ -23,7 +23,7 @@ from rayzero.engine.units.param_unit import UnitState
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.store.inprocess import LocalConnection, LocalOwners
 from rayzero.store.rank.rank_store import RankStore
-from rayzero.telemetry.recorder import MemoryRecorder
+from rayzero.telemetry.recorder import MemoryRecorder, NullRecorder
 from rayzero.telemetry.spans import Spans
 from rayzero.testing import run_ranks
 
@@ -155,6 +155,17 @@ def test_uses_of_units_are_hits_late_or_misses(alone: RankContext) -> None:
     assert none.misses > 0
 
 
+def test_a_cpu_rank_computes_in_the_owners_memory_and_fetches_nothing(
+    alone: RankContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAYZERO_DEBUG", "0")
+    model, optimizer = prepared()
+    train(model, optimizer, 2)
+    found = rayzero.stats(model)
+    assert (found.to_device.copies.count, found.to_device.sent_bytes, found.memory.device_bytes) == (0, 0, 0)
+    assert found.to_host.copies.bytes == found.to_host.sent_bytes > 0
+
+
 class HeldStore(RankStore):
     """A store whose versions and fetches end when the test says so."""
 
@@ -278,6 +289,16 @@ def test_backwards_of_checkpoints_are_a_part_of_the_loops(budget: str, reentrant
     found = rayzero.stats(model)
     assert (found.forwards, found.backwards, found.steps.count) == (4, 4, 2)
     assert {layer.backward.count for layer in found.layers.values()} == {4}
+
+
+def test_a_whole_model_that_is_recomputed_has_one_forward(alone: RankContext) -> None:
+    model, _ = prepared(tight(Net()))
+    inputs, targets = tokens(0)
+    output = checkpoint(model, inputs, use_reentrant=False)
+    torch.nn.functional.cross_entropy(output.flatten(0, 1), targets.flatten()).backward()
+    found = rayzero.stats(model)
+    assert (found.forwards, found.backwards) == (1, 1)
+    assert {layer.forward.count for layer in found.layers.values()} == {1}
 
 
 def test_a_layers_time_leaves_out_waits_and_the_layers_inside(
@@ -421,6 +442,15 @@ def test_a_model_that_was_not_prepared_and_wrong_counts_are_refused(alone: RankC
     model(tokens(0)[0]).sum().backward()
     optimizer.step()
     assert repr(rayzero.stats(model).tokens.tokens) == "2"
+
+
+def test_a_rank_that_records_nothing_still_knows_its_own_clock() -> None:
+    with running_in(RankContext(recorder=NullRecorder())):
+        model, optimizer = prepared()
+        train(model, optimizer, 1)
+        found = rayzero.stats(model)
+    assert (found.forwards, found.steps.count) == (1, 1)
+    assert found.prefetch.hits + found.prefetch.late == 0
 
 
 # ---- statistics of a model's parameters

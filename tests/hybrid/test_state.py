@@ -338,3 +338,13 @@ def test_what_a_class_adds_to_its_groups_is_in_the_state(fraction, tensor):
         second.load_state_dict(first.state_dict())
         assert equal(train(second, resumed, 2, first=3), want)
         assert _entries(resumed) == _entries(plain)
+
+
+@pytest.mark.parametrize("tensor", [False, True])
+def test_what_a_class_adds_to_its_groups_moves_with_the_fraction(tensor):
+    straight, moved = net(), net()
+    want = train(straight, Warming(straight.parameters(), tensor=tensor), 5)
+    optimizer = HybridDeviceOptimizer(moved.parameters(), 0.2, Warming, bucket_bytes=4096, tensor=tensor)
+    train(moved, optimizer, 3)
+    optimizer.set_offload_fraction(0.8)
+    assert equal(train(moved, optimizer, 2, first=3), want)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -110,6 +111,13 @@ def test_what_a_rank_locks_is_counted_wherever_it_is(driver: Driver) -> None:
     assert leased is not None
     assert locked_bytes() == (5 << 20) + (3 << 20) + 2 * pages(2 * 1024)
     assert activations.status().pinned_bytes == 3 << 20
+
+
+def test_activations_go_on_in_pageable_memory_where_the_driver_refuses(driver: Driver) -> None:
+    driver.most = 0
+    with pytest.warns(UserWarning, match="continues with pageable host buffers"):
+        leased: Any = HostPool(pinned_for=OURS).acquire(4096)
+    assert not leased.pinned
 
 
 def test_activations_are_locked_for_the_device_of_their_lane(driver: Driver) -> None:

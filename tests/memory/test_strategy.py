@@ -60,6 +60,13 @@ def test_depth_16_under_pressure(strategy: AutoMemoryStrategy, pressure: float, 
     assert at(strategy, pressure).depth == depth
 
 
+@given(st.integers(1, 64), st.floats(0, 2), st.floats(0, 2), st.sampled_from(A))
+def test_more_pressure_never_means_more_depth(depth: int, p: float, q: float, strategy: AutoMemoryStrategy) -> None:
+    low, high = sorted((p, q))
+    assert depth >= scaled_depth(depth, low, strategy) >= scaled_depth(depth, high, strategy) >= 0
+    assert strategy is A.EXTREME or scaled_depth(depth, high, strategy) >= 1
+
+
 # ---- the documented table ---------------------------------------------------------------------------------------
 
 
