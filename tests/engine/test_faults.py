@@ -154,6 +154,25 @@ def test_a_unit_that_is_needed_takes_the_budget_of_prefetches_that_have_not_star
     assert torch.equal(both, torch.stack([base.layers[0].up.bias, base.layers[2].up.bias]))
 
 
+def test_an_interrupt_inside_forward_is_forgotten_at_the_next_zero_grad(store: FaultyStore) -> None:
+    base = seeded(Net)
+    model, optimizer = prepared(base, tight(base, prefetch_buffer_size=1))
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.layers[1].up.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(tokens(0)[0])
+    handle.remove()
+    assert any(unit.open_calls for unit in optimizer.engine.units)
+    optimizer.zero_grad()
+    assert not any(unit.open_calls for unit in optimizer.engine.units)
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    step_once(model, optimizer, 0)
+    assert same_bits(rayzero.full_state_dict(model), plain_state(base, 1))
+
+
 def test_after_the_run_parameters_that_are_not_up_say_so(store: FaultyStore) -> None:
     base = seeded(Net)
     model, optimizer = prepared(base, tight(base, async_prefetch=False))
