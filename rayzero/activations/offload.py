@@ -203,19 +203,6 @@ class ActivationOffload:
 
     # ------------------------------------------------------------------------------------- switches
 
-    @property
-    def enabled(self) -> bool:
-        """False between ``disable()`` and ``enable()``, when groups do nothing."""
-        return self._enabled
-
-    def enable(self) -> None:
-        """Offload from the next group on."""
-        self._enabled = True
-
-    def disable(self) -> None:
-        """Offload nothing from the next group on. What has left still comes back."""
-        self._enabled = False
-
     def offload_all(self, on: bool) -> None:
         """Offload everything eligible from the next chunk on, or again ``policy.fraction`` of it. Values stay exactly
         as they are, unless ``policy.compress`` rounds. With ``device_budget_bytes``, cost still decides."""

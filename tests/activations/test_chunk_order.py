@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import product
 
 import pytest
 from hypothesis import given
@@ -77,28 +78,22 @@ def wrong_predictions(order: ChunkOrder, events: list[Event]) -> int:
     return wrong
 
 
-@pytest.mark.parametrize("pp", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("num", [1, 2, 5, 8, 16])
-def test_1f1b_is_predicted_from_the_first_step(pp, num):
-    for rank in range(pp):
+SCHEDULES: dict[str, list[list[Event]]] = {
+    "1F1B": [one_f_one_b(pp, rank, num) for pp in (1, 2, 3, 4, 8) for num in (1, 2, 5, 8, 16) for rank in range(pp)],
+    "interleaved 1F1B": [
+        interleaved(pp, rank, vpp, pp * groups)
+        for pp, vpp, groups in product((1, 2, 3, 4), (2, 3, 4), (1, 2, 4))
+        for rank in range(pp)
+    ],
+    "all forwards, then all backwards": [all_then_all(vpp, num) for vpp in (1, 2, 3) for num in (1, 2, 6)],
+}
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_a_schedule_is_predicted_from_the_first_step(kind: str) -> None:
+    for events in SCHEDULES[kind]:
         order = ChunkOrder()
-        assert [wrong_predictions(order, one_f_one_b(pp, rank, num)) for _ in range(3)] == [0, 0, 0]
-
-
-@pytest.mark.parametrize("pp", [1, 2, 3, 4])
-@pytest.mark.parametrize("vpp", [2, 3, 4])
-@pytest.mark.parametrize("groups", [1, 2, 4])
-def test_interleaved_1f1b_is_predicted_from_the_first_step(pp, vpp, groups):
-    for rank in range(pp):
-        order = ChunkOrder()
-        assert [wrong_predictions(order, interleaved(pp, rank, vpp, pp * groups)) for _ in range(3)] == [0, 0, 0]
-
-
-@pytest.mark.parametrize("vpp", [1, 2, 3])
-@pytest.mark.parametrize("num", [1, 2, 6])
-def test_all_forward_then_all_backward_is_predicted_from_the_first_step(vpp, num):
-    order = ChunkOrder()
-    assert [wrong_predictions(order, all_then_all(vpp, num)) for _ in range(2)] == [0, 0]
+        assert [wrong_predictions(order, events) for _ in range(3)] == [0, 0, 0]
 
 
 def test_the_staged_vector():

@@ -14,20 +14,6 @@ from tests.activations.models import Exps
 from tests.support.watched_lane import WatchedLane
 
 
-def test_prefetch_asks_for_the_next_group_when_a_backward_begins():
-    model = Exps(4)
-    x = torch.randn(1000, requires_grad=True)
-    asked: list[str] = []
-    lane = WatchedLane(lambda direction, label: asked.append(f"{direction} {label}"))
-    policy = OffloadPolicy(min_bytes=1, margin=0, prefetch=2)
-    with ActivationOffload(model, policy, offload_modules=["steps.?"], lane=lane) as offload:
-        loss = model(x).sum()
-        offload.graph_marks.forward_record()
-        loss.backward()
-    forwards = [f"out steps.{i}" for i in range(4)]
-    assert asked == forwards + [f"in steps.{i}" for i in (3, 2, 1, 0)]
-
-
 class Timeline:
     """When each module computed and when each copy moved its bytes, on one clock.
 

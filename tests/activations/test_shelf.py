@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -85,44 +86,33 @@ def pieces(*tensors: torch.Tensor) -> list[StoragePiece]:
     return plan_pieces(tensors[0].untyped_storage().nbytes(), [view_of(t) for t in tensors])
 
 
-def test_a_view_of_83_percent_takes_the_whole_storage():
-    base = torch.empty(64, 96)
-    assert pieces(base[:, :80]) == [StoragePiece(0, 6144 * 4)]
+COLUMNS, ROWS, WIDE = torch.empty(64, 96), torch.empty(256, 128), torch.empty(1000, 100)
+WHOLE = StoragePiece(0, 64 * 96 * 4)
+PIECES: dict[str, tuple[list[Tensor], list[StoragePiece]]] = {
+    "a view of 83 percent takes the whole storage": ([COLUMNS[:, :80]], [WHOLE]),
+    "one of 8 percent is gathered": (
+        [COLUMNS[:, :8]],
+        [StoragePiece(0, 63 * 96 * 4 + 32, view_of(COLUMNS[:, :8]))],
+    ),
+    "two strided halves are one storage": ([COLUMNS[:, :48], COLUMNS[:, 48:]], [WHOLE]),
+    "the whole and a slice": ([COLUMNS, COLUMNS[:32]], [WHOLE]),
+    "a slice and the whole": ([COLUMNS[:32], COLUMNS], [WHOLE]),
+    "a transposed tensor": ([COLUMNS.t()], [WHOLE]),
+    "halves of the rows": ([ROWS[:128], ROWS[128:]], [StoragePiece(0, 256 * 128 * 4)]),
+    "one half twice": ([ROWS[128:], ROWS[128:]], [StoragePiece(128 * 128 * 4, 256 * 128 * 4)]),
+    "an expanded view": ([torch.empty(1, 8).expand(4, 8)], [StoragePiece(0, 32)]),
+}
 
 
-def test_a_view_of_8_percent_is_gathered():
-    base = torch.empty(64, 96)
-    assert pieces(base[:, :8]) == [StoragePiece(0, 63 * 96 * 4 + 32, view_of(base[:, :8]))]
-    assert pieces(base[:, :8])[0].nbytes == 64 * 8 * 4
+@pytest.mark.parametrize("what", PIECES)
+def test_the_bytes_of_a_storage_that_travel(what: str) -> None:
+    views, expected = PIECES[what]
+    assert pieces(*views) == expected
 
 
-def test_two_strided_halves_are_one_storage_stored_once():
-    base = torch.empty(64, 512)
-    assert pieces(base[:, :256], base[:, 256:]) == [StoragePiece(0, 64 * 512 * 4)]
-
-
-def test_full_and_row_slice_in_either_order_are_stored_once():
-    base = torch.empty(256, 96)
-    assert pieces(base, base[:128]) == pieces(base[:128], base) == [StoragePiece(0, 256 * 96 * 4)]
-
-
-def test_row_halves_make_the_whole_and_a_row_half_alone_only_itself():
-    base = torch.empty(256, 128)
-    assert pieces(base[:128], base[128:]) == [StoragePiece(0, 256 * 128 * 4)]
-    assert pieces(base[128:], base[128:]) == [StoragePiece(128 * 128 * 4, 256 * 128 * 4)]
-
-
-def test_a_transposed_tensor_is_dense():
-    assert pieces(torch.empty(64, 96).t()) == [StoragePiece(0, 64 * 96 * 4)]
-
-
-def test_pieces_begin_aligned_and_a_gathered_view_is_shared():
-    base = torch.empty(1000, 100)
-    assert pieces(base[3:5])[0].start == 1024
-    assert len(pieces(base[:, :3], base[:, :3], base[:, 1:4])) == 2
-
-
-def test_an_expanded_view_is_not_dense():
+def test_pieces_begin_aligned_and_a_gathered_view_is_shared() -> None:
+    assert pieces(WIDE[3:5])[0].start == 1024
+    assert len(pieces(WIDE[:, :3], WIDE[:, :3], WIDE[:, 1:4])) == 2
+    assert pieces(COLUMNS[:, :8])[0].nbytes == 64 * 8 * 4
     assert not view_of(torch.empty(1, 8).expand(4, 8)).dense
-    assert pieces(torch.empty(1, 8).expand(4, 8)) == [StoragePiece(0, 32)]
     assert View(0, (4, 2), (2, 1), 4).dense

@@ -98,16 +98,27 @@ def token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(inputs).flatten(0, 1).float(), targets.flatten())
 
 
-def fit(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[int], rank: int = 0) -> list[Tensor]:
-    """The plain loop over a rank's batches of these steps; the losses."""
+def fit(
+    model: nn.Module, optimizer: Any, steps: Iterable[int], rank: int = 0, *, max_norm: float | None = None
+) -> list[Tensor]:
+    """The plain loop over a rank's batches of these steps; the losses. ``max_norm``: if the model is prepared."""
     losses = []
     for step in steps:
         loss = token_loss(model, tokens(step, rank))
         loss.backward()
+        if max_norm is not None:
+            optimizer.clip_grad_norm_(max_norm)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
     return losses
+
+
+def plain_state(base: nn.Module, steps: int) -> dict[str, Tensor]:
+    """What a copy of a model has after some steps of plain SGD."""
+    model = copy.deepcopy(base)
+    fit(model, torch.optim.SGD(model.parameters(), lr=0.1), range(steps))
+    return model.state_dict()
 
 
 def prepared_copy(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
-import time
 from functools import partial
 from typing import Any
 
@@ -12,18 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
 
 import rayzero
 from rayzero import ZeroConfig
-from rayzero.activations import offload
 from rayzero.engine.context import RankContext, running_in
 from rayzero.errors import ConfigError
 from rayzero.testing import run_ranks
 from tests.support.leftovers import threads, threads_left
-from tests.support.watched_lane import WatchedLane
 
-from .models import WIDTH, Net, prepared_copy, same_bits, seeded, tight, token_loss, tokens
+from .models import WIDTH, Net, fit, prepared_copy, same_bits, seeded, tight, token_loss, tokens
 
 BATCH, LENGTH = 4, 8  # of tokens()
 ROW = BATCH * LENGTH * WIDTH * 4  # bytes of one activation of width WIDTH
@@ -63,9 +58,7 @@ def trained(
     optimizer.engine.cache.observers.append(lambda verb, unit: events.append((verb, unit)))
     gradients: list[Tensor] = []
     for step in range(steps):
-        token_loss(model, tokens(step, context.rank)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        fit(model, optimizer, [step], context.rank)
         if not gradients:
             gradients = [state["momentum_buffer"] for state in optimizer.state_dict()["state"].values()]
     assert optimizer.engine.residency.budget.peak <= config.gpu_param_memory_budget
@@ -111,19 +104,6 @@ def test_the_share_that_leaves_and_the_memory_it_may_take_are_the_configs(up):
     assert run_ranks(lambda ctx: trained(ctx, base, capped), 1, 1)[0][3].host["peak_bytes"] <= 2 * ROW
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("pattern", ["layers.?", "layers.?.up"])
-def test_checkpointed_layers(pattern, reentrant):
-    wrap = partial(checkpoint, use_reentrant=reentrant)
-    base = seeded(lambda: Net(num_layers=4, wrap=wrap))
-    config = offloading(base, up=False, patterns=(pattern,))
-    want, got = (
-        run_ranks(lambda ctx, config=config: trained(ctx, base, config), 1, 1)[0]
-        for config in (config.replace(offload_activations=()), config)
-    )
-    assert same_bits(got[0], want[0])
-
-
 @pytest.mark.parametrize("up", [False, True])
 def test_a_budget_is_kept_by_offload_or_recomputation(up, monkeypatch):
     from rayzero.activations.cost import Choice, CostBook
@@ -145,83 +125,6 @@ def test_a_budget_is_kept_by_offload_or_recomputation(up, monkeypatch):
     totals = got[3].groups["layers.?"]
     assert totals.recomputed == 2 * 2  # layers 0 and 3, in two steps
     assert totals.offloaded_bytes == (4 + 2 * 1) * 6 * ROW  # all in the first step, then layer 1
-
-
-@pytest.mark.spread(1)
-@pytest.mark.parametrize("up", [False, True])
-def test_random_delays_in_the_copies_change_no_bit(up, monkeypatch):
-    rng = random.Random(5)
-
-    def delay(direction: str, label: str) -> None:
-        if rng.random() < 0.1:
-            time.sleep(rng.choice((2e-4, 2e-3)))  # the fault under test
-
-    base = seeded(lambda: Net(num_layers=4))
-    config = offloading(base, up=up, patterns=("layers.?", "layers.?.down"))
-    (want,) = run_ranks(lambda ctx: trained(ctx, base, config.replace(offload_activations=()), 25), 1, 1)
-    monkeypatch.setattr(offload, "_lane_for", lambda models: WatchedLane(delay))
-    (got,) = run_ranks(lambda ctx: trained(ctx, base, config, 25), 1, 1)
-    assert got[3].offloaded_bytes > 0
-    assert same_bits(got[0], want[0])
-
-
-class Fails(nn.Module):
-    """Raises once in forward or in backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fault = ""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.fault == "forward":
-            raise ValueError("forward")
-        if self.fault == "backward":
-            x.register_hook(self._raise)
-        return x * 1.0
-
-    def _raise(self, grad: Tensor) -> None:
-        raise ValueError("backward")
-
-
-@pytest.mark.parametrize("up", [False, True])
-@pytest.mark.parametrize("fault", ["forward", "backward", "between"])
-def test_after_an_exception_the_next_step_is_right(fault, up):
-    base = seeded(lambda: Net(num_layers=4))
-    base.layers[2].add_module("fails", Fails())
-    base.layers[2].forward = partial(_failing, base.layers[2])
-    config = offloading(base, up=up, patterns=("layers.?",))
-
-    def run(config: ZeroConfig, fault: str) -> dict[str, Tensor]:
-        model = copy.deepcopy(base)
-        model.layers[2].forward = partial(_failing, model.layers[2])
-        with running_in(RankContext(config=config)):
-            model, optimizer = rayzero.prepare(model, momentum(model.parameters()))
-            for step in range(3):
-                if step == 1 and fault:
-                    model.layers[2].fails.fault = fault
-                    with pytest.raises(ValueError, match=fault):
-                        _step_that_fails(model, fault)
-                    model.layers[2].fails.fault = ""
-                    optimizer.zero_grad()
-                with torch.no_grad():
-                    token_loss(model.eval(), tokens(7))
-                token_loss(model.train(), tokens(step)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            return rayzero.full_state_dict(model)
-
-    assert same_bits(run(config, fault), run(config.replace(offload_activations=()), ""))
-
-
-def _step_that_fails(model: nn.Module, fault: str) -> None:
-    loss = token_loss(model, tokens(9))
-    if fault == "between":
-        raise ValueError(fault)
-    loss.backward()
-
-
-def _failing(block: nn.Module, x: Tensor) -> Tensor:
-    return type(block).forward(block, block.fails(x))
 
 
 def test_a_users_own_hooks_outside_keep_what_they_pack():

@@ -158,14 +158,6 @@ def test_a_buffer_that_only_shares_a_storage_with_a_parameter_is_none(alone: Ran
     assert model.kept.tolist() == [16, 17, 18, 19]
 
 
-def test_a_parameter_that_is_registered_as_a_buffer_too_stays_one(alone: RankContext) -> None:
-    model = Buffered(torch.zeros(1))
-    model.kept = model.up.weight
-    model, optimizer = prepared(model)
-    step(model, optimizer)
-    assert torch.equal(model.kept, model.up.weight)
-
-
 def test_a_buffer_that_became_unsaveable_is_refused_by_the_save_and_leaves_nothing(
     alone: RankContext, tmp_path: Path
 ) -> None:

@@ -61,14 +61,6 @@ def test_a_context_closes_what_prepare_opened_and_says_why() -> None:
     assert len(reasons) == 1
 
 
-def test_ranks_run_in_their_own_contexts_and_give_their_results_in_order() -> None:
-    assert run_ranks(lambda ctx: (ctx.rank, rayzero.get_context() is ctx, ctx.world_size), 3, 2) == [
-        (0, True, 3),
-        (1, True, 3),
-        (2, True, 3),
-    ]
-
-
 @pytest.mark.parametrize("transport", ["inproc", "grpc"])
 def test_the_first_failing_ranks_error_is_raised_with_its_name_and_nothing_is_left(transport: str) -> None:
     base = [seeded(Net) for _ in range(3)]
@@ -118,6 +110,10 @@ def test_impossible_runs_are_refused() -> None:
         run_ranks(_die_on_rank_1, processes=True)
     with pytest.raises(ConfigError, match=">= 1"):
         run_ranks(_die_on_rank_1, 0)
+    with pytest.raises(ConfigError, match="max_failures is -1; pass a number >= 0"):
+        run_ranks(_die_on_rank_1, max_failures=-1)
+    with pytest.raises(ConfigError, match="and 0 with a transport of your own"):
+        run_ranks(_die_on_rank_1, transport=lambda *_: None, max_failures=1)  # type: ignore[arg-type,return-value]
 
 
 def test_public_names_are_sorted_and_there() -> None:

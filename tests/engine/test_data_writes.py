@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from functools import partial
 
 import pytest
 import torch
@@ -120,11 +121,6 @@ def test_data_written_inside_forward_is_trained_on(name: str, when: str, config:
     check(net(IN_PLACE[name], when), config)
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-def test_data_assigned_inside_forward_before_its_use_is_trained_on(config: str, alone: RankContext) -> None:
-    check(net(_assign), config)
-
-
 def _hold_then_assign(block: Block) -> None:
     if not hasattr(block, "held"):
         block.held = block.up.weight.data
@@ -133,10 +129,61 @@ def _hold_then_assign(block: Block) -> None:
         block.up.weight.data = block.up.weight.data * 0.9
 
 
+def _clamp(block: Block) -> None:
+    block.up.weight.data = block.up.weight.data.clamp(-0.05, 0.05)
+
+
+def _in_place(block: Block) -> None:
+    """As torch counts it."""
+    with torch.no_grad():
+        block.up.weight.clamp_(-0.05, 0.05)
+        block.down.bias.add_(0.01)
+
+
+class Scaling(nn.Module):
+    """Writes to two weights. Backward unpacks the first one before it unpacks what needs a recomputation."""
+
+    def __init__(self, counted: bool) -> None:
+        super().__init__()
+        self.block, self.counted = Block(WIDTH), counted
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.last = nn.Parameter(torch.randn(WIDTH, WIDTH) / 8, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for param in (self.scale, self.last):
+            with torch.no_grad():
+                (param if self.counted else param.data).mul_(1.5)
+        return (self.scale * self.block(x)) @ self.last
+
+
+def scaling(counted: bool, reentrant: bool) -> nn.Module:
+    def build() -> nn.Module:
+        model = Net(wrap=lambda layer, x: checkpoint(layer, x, use_reentrant=reentrant))
+        model.layers[1] = Scaling(counted)
+        return model
+
+    return seeded(build)
+
+
+NETS: dict[str, Callable[[], nn.Module]] = {
+    "assigned before its use": lambda: net(_assign),
+    # the write that counted through what others hold must not make up for the later assignment
+    "assigned while others hold it": lambda: net(_hold_then_assign),
+    "the same assigned again": lambda: net(lambda block: (_clamp(block), _clamp(block))),
+    "the same assigned again in another call": lambda: net(_clamp, wrap=lambda layer, x: layer(layer(x))),
+    "in place": lambda: net(_in_place),
+    **{
+        f"read as recomputed, {'in place' if counted else 'data'}, {reentrant=}": (partial(scaling, counted, reentrant))
+        for counted in (False, True)
+        for reentrant in (False, True)
+    },
+}
+
+
 @pytest.mark.parametrize("config", CONFIGS)
-def test_data_assigned_in_a_later_forward_while_others_hold_it_is_trained_on(config: str, alone: RankContext) -> None:
-    """The write that counted through what they hold must not make up for this one."""
-    check(net(_hold_then_assign), config)
+@pytest.mark.parametrize("name", NETS)
+def test_what_a_forward_writes_is_trained_on(name: str, config: str, alone: RankContext) -> None:
+    check(NETS[name](), config)
 
 
 def test_units_whose_data_was_assigned_while_others_held_it_still_come_and_go(alone: RankContext) -> None:
@@ -171,15 +218,6 @@ def test_data_assigned_after_its_use_is_torchs_error(alone: RankContext) -> None
         token_loss(model, tokens(0)).backward()
 
 
-def test_the_same_data_assigned_again_is_no_write(alone: RankContext) -> None:
-    def clamp(block: Block) -> None:
-        block.up.weight.data = block.up.weight.data.clamp(-0.05, 0.05)
-
-    check(net(lambda block: (clamp(block), clamp(block)), "before use"))
-    twice = net(clamp, "before use", wrap=lambda layer, x: layer(layer(x)))
-    check(twice)
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("when", WHEN)
 def test_data_written_in_a_checkpoint_is_written_again(when: str, reentrant: bool, alone: RankContext) -> None:
@@ -189,36 +227,6 @@ def test_data_written_in_a_checkpoint_is_written_again(when: str, reentrant: boo
     check(net(lambda block: block.up.weight.data.mul_(1.05), when, wrap))
     if when == "before use":
         check(net(_assign, when, wrap))
-
-
-class Scaling(nn.Module):
-    """Writes to two weights. Backward unpacks the first one before it unpacks what needs a recomputation."""
-
-    def __init__(self, counted: bool) -> None:
-        super().__init__()
-        self.block, self.counted = Block(WIDTH), counted
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-        self.last = nn.Parameter(torch.randn(WIDTH, WIDTH) / 8, requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for param in (self.scale, self.last):
-            with torch.no_grad():
-                (param if self.counted else param.data).mul_(1.5)
-        return (self.scale * self.block(x)) @ self.last
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("counted", [False, True], ids=["data", "in place"])
-@pytest.mark.parametrize("config", CONFIGS)
-def test_a_backward_reads_weights_as_the_recomputation_leaves_them(
-    config: str, counted: bool, reentrant: bool, alone: RankContext
-) -> None:
-    def build() -> nn.Module:
-        model = Net(wrap=lambda layer, x: checkpoint(layer, x, use_reentrant=reentrant))
-        model.layers[1] = Scaling(counted)
-        return model
-
-    check(seeded(build), config)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -20,7 +19,7 @@ from rayzero.protocol.messages import COMPUTE, Contribution
 from rayzero.store.inprocess import LocalConnection, LocalOwners
 from rayzero.store.rank.rank_store import RankStore
 
-from .models import Net, prepared_copy, same_bits, seeded, tight, token_loss, tokens
+from .models import Net, plain_state, prepared_copy, same_bits, seeded, tight, token_loss, tokens
 
 
 class FaultyStore(RankStore):
@@ -79,16 +78,6 @@ def prepared(base: nn.Module, config: ZeroConfig) -> tuple[nn.Module, rayzero.Ze
     return prepared_copy(base, torch.optim.SGD, config, lr=0.1)
 
 
-def plain_steps(base: nn.Module, steps: int) -> dict[str, Tensor]:
-    model = copy.deepcopy(base)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(steps):
-        optimizer.zero_grad()
-        token_loss(model, tokens(step)).backward()
-        optimizer.step()
-    return model.state_dict()
-
-
 def step_once(model: nn.Module, optimizer: rayzero.ZeroOptimizer, step: int) -> None:
     optimizer.zero_grad()
     token_loss(model, tokens(step)).backward()
@@ -109,7 +98,7 @@ def test_a_failed_fetch_is_raised_where_the_unit_is_needed_and_the_next_try_is_r
         token_loss(model, tokens(2)).backward()
     optimizer.zero_grad()
     step_once(model, optimizer, 2)
-    assert same_bits(rayzero.full_state_dict(model), plain_steps(base, 3))
+    assert same_bits(rayzero.full_state_dict(model), plain_state(base, 3))
 
 
 @pytest.mark.parametrize("let_go", [False, True], ids=["still held", "let go"])
@@ -129,7 +118,7 @@ def test_pinned_units_that_a_step_could_not_refresh_are_refreshed_before_anythin
     if let_go:
         views.clear()
     step_once(model, optimizer, 2)
-    right = plain_steps(base, 3)
+    right = plain_state(base, 3)
     assert same_bits(rayzero.full_state_dict(model), right)
     held = dict(zip((name for name, _ in base.named_parameters()), views, strict=False))
     assert all(torch.equal(view, right[name]) for name, view in held.items())
@@ -148,7 +137,7 @@ def test_a_failed_push_is_raised_at_the_step_and_a_discard_starts_over(store: Fa
         go_on()
     optimizer.zero_grad()
     go_on()
-    assert same_bits(rayzero.full_state_dict(model), plain_steps(base, 1))
+    assert same_bits(rayzero.full_state_dict(model), plain_state(base, 1))
 
 
 def test_a_unit_that_is_needed_takes_the_budget_of_prefetches_that_have_not_started(store: FaultyStore) -> None:
@@ -181,7 +170,7 @@ def test_an_interrupt_inside_forward_is_forgotten_at_the_next_zero_grad(store: F
     assert not any(unit.open_calls for unit in optimizer.engine.units)
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
     step_once(model, optimizer, 0)
-    assert same_bits(rayzero.full_state_dict(model), plain_steps(base, 1))
+    assert same_bits(rayzero.full_state_dict(model), plain_state(base, 1))
 
 
 def test_after_the_run_parameters_that_are_not_up_say_so(store: FaultyStore) -> None:

@@ -21,7 +21,6 @@ from rayzero.config import AutoMemoryStrategy
 from rayzero.engine.context import RankContext
 from rayzero.engine.engine import Engine
 from rayzero.engine.engine_memory import MemoryStrategy, Relief
-from rayzero.engine.units.param_unit import UnitState
 from rayzero.memory.pressure import Pressure, Resource
 from rayzero.memory.process_memory import Stalls
 from rayzero.telemetry.names import (
@@ -265,12 +264,3 @@ def test_each_change_is_one_line_and_every_action_is_counted(
     assert pressed.recorder.gauge(MEMORY_STALL_RATIO, kind="full") == 0.25
     engine.memory.freed.clear()
     assert recorder.total(MEMORY_ACTIONS) > 0, "counters never fall"
-
-
-def test_a_step_under_no_pressure_leaves_units_up(alone: RankContext, press: Press) -> None:
-    model, optimizer, engine = prepared(seeded(Net))
-    press(engine, A.EXTREME, lambda: 0.1)
-    fit(model, optimizer, range(2))
-    model(tokens(0)[0])
-    assert all(unit.state is UnitState.UNSHARDED for unit in engine.units)
-    assert engine.memory.freed == {}

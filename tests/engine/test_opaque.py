@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -276,8 +278,11 @@ def test_frozen_integers_and_small_floats_travel_as_bytes(
 
 
 def test_a_parameter_keeps_its_class_and_attributes(base: nn.Module, alone: RankContext) -> None:
-    weights, scales = [layer.weight for layer in base], [layer.weight.scale for layer in base]
+    """So does a copy, and a state dict has what the class adds."""
+    weights, scales, codes = [layer.weight for layer in base], [layer.weight.scale for layer in base], codes_of(base)
+    expected = {name: value.clone() for name, value in base.state_dict().items()}
     model, optimizer = prepared(base, tight(base))
+    assert same_bits(dict(model.state_dict()), expected)
     train(model, optimizer, range(1))
     assert all(
         {kind.__name__ for kind in layer.seen} == {"Codes"} and issubclass(layer.seen[0], Codes) for layer in model
@@ -286,17 +291,6 @@ def test_a_parameter_keeps_its_class_and_attributes(base: nn.Module, alone: Rank
     assert all(layer.weight.scale is scale for layer, scale in zip(model, scales, strict=True))
     assert all(isinstance(weight, Codes) and weight.rows == WIDTH for weight in weights)
     assert {type(weight).__name__ for weight in weights} == {"Codes"}
-
-
-def test_a_state_dict_has_what_the_class_adds(base: nn.Module, alone: RankContext) -> None:
-    expected = {name: value.clone() for name, value in base.state_dict().items()}
-    model, _ = prepared(base, tight(base))
-    assert same_bits(dict(model.state_dict()), expected)
-
-
-def test_a_copy_is_of_the_class(base: nn.Module, alone: RankContext) -> None:
-    codes = codes_of(base)
-    model, _ = prepared(base, tight(base))
     copied = copy.deepcopy(model[0].weight)
     assert type(copied) is Codes
     assert copied.rows == WIDTH
@@ -334,20 +328,6 @@ def test_modules_of_codes_alone_get_their_inputs_as_they_are(alone: RankContext)
 # ---- where they come from
 
 
-@pytest.mark.parametrize("storage", [torch.uint8, torch.float16])
-def test_a_run_resumes_with_the_same_bits(storage: torch.dtype, tmp_path: Path) -> None:
-    with running_in(RankContext()):
-        model, optimizer = prepared(quantized(storage), ZeroConfig(precision="bf16", shard_bytes=SHARD))
-        train(model, optimizer, range(2))
-        rayzero.save_checkpoint(optimizer, tmp_path / "saved")
-        train(model, optimizer, range(2, 4))
-        expected = rayzero.full_state_dict(model)
-    with running_in(RankContext()):
-        model, optimizer = prepared(quantized(storage), ZeroConfig(precision="bf16"), resume=tmp_path / "saved")
-        train(model, optimizer, range(2, 4))
-        assert same_bytes(rayzero.full_state_dict(model), expected)
-
-
 def saved(tmp_path: Path, model: nn.Module, config: ZeroConfig | None = None) -> Path:
     with running_in(RankContext()):
         _, optimizer = prepared(model, config)
@@ -355,19 +335,53 @@ def saved(tmp_path: Path, model: nn.Module, config: ZeroConfig | None = None) ->
     return tmp_path / "saved"
 
 
-def test_a_checkpoint_over_another_base_is_refused(tmp_path: Path, alone: RankContext) -> None:
-    """Its scales are on the Parameter, not in the checkpoint: the codes would be read with those of another base."""
-    path = saved(tmp_path, quantized())
-    with pytest.raises(CheckpointError, match=r"'0\.weight'.*Codes.*other bytes"):
-        prepared(quantized(seed=1), resume=path)
+def named(model: nn.Module) -> dict[str, Tensor]:
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
-def test_a_checkpoint_of_another_storage_is_refused(tmp_path: Path, alone: RankContext) -> None:
-    model = quantized(torch.bfloat16)
-    path = saved(tmp_path, model)
-    other = quantized(torch.float16)
-    with pytest.raises(CheckpointError, match=r"'0\.weight'.*bfloat16.*float16"):
-        prepared(other, resume=path)
+def as_file(model: nn.Module, folder: Path) -> Path:
+    save_file(named(model), folder / "model.safetensors")
+    return folder / "model.safetensors"
+
+
+def widened(model: nn.Module) -> dict[str, Tensor]:
+    return named(model) | {"3.weight": model[3].weight.detach().float()}
+
+
+OTHER_BYTES = r"'0\.weight'.*Codes.*other bytes"
+BF16, FP16 = partial(quantized, torch.bfloat16), partial(quantized, torch.float16)
+SOURCES: dict[str, tuple[Callable[[], nn.Module], Callable[[Path], dict[str, Any]], str]] = {
+    "a checkpoint over another base": (
+        partial(quantized, seed=1),
+        lambda d: {"resume": saved(d, quantized())},
+        OTHER_BYTES,
+    ),
+    "a checkpoint of another storage": (
+        FP16,
+        lambda d: {"resume": saved(d, BF16())},
+        r"'0\.weight'.*bfloat16.*float16",
+    ),
+    "weights of another dtype": (
+        BF16,
+        lambda d: {"weights": widened(BF16())},
+        r"'3\.weight' is float32 there, and bfloat16 in the model",
+    ),
+    "weights over another base": (quantized, lambda d: {"weights": named(quantized(seed=1))}, OTHER_BYTES),
+    "a file over another base": (quantized, lambda d: {"weights": as_file(quantized(seed=1), d)}, OTHER_BYTES),
+    "a stream over another base": (
+        quantized,
+        lambda d: {"weights": iter(named(quantized(seed=1)).items())},
+        OTHER_BYTES,
+    ),
+}
+
+
+@pytest.mark.parametrize("what", SOURCES)
+def test_codes_of_another_base_or_storage_are_refused(what: str, tmp_path: Path, alone: RankContext) -> None:
+    """Scales are on the Parameter, not in what is read: codes would be read with those of another base."""
+    make, given, says = SOURCES[what]
+    with pytest.raises(CheckpointError, match=says):
+        prepared(make(), **given(tmp_path))
 
 
 @pytest.mark.parametrize("storage", [torch.uint8, torch.float16])
@@ -406,22 +420,6 @@ def test_conversions_and_exports_keep_codes(form: str, storage: torch.dtype, tmp
         assert {unit.opaque for unit in reader.layout.units} == {False, True}
     convert(tmp_path / "converted", tmp_path / "back", to="hf", dtype=torch.float32)
     assert has_codes(load_file(tmp_path / "back" / "model.safetensors"), codes, storage)
-
-
-def test_weights_of_another_dtype_are_not_converted_into_codes(alone: RankContext) -> None:
-    model = quantized(torch.bfloat16)
-    values = {name: param.detach().clone() for name, param in model.named_parameters()}
-    values["3.weight"] = values["3.weight"].float()
-    with pytest.raises(CheckpointError, match=r"'3\.weight' is float32 there, and bfloat16 in the model"):
-        prepared(model, weights=values)
-
-
-def test_weights_over_another_base_are_refused(alone: RankContext, tmp_path: Path) -> None:
-    values = {name: param.detach().clone() for name, param in quantized(seed=1).named_parameters()}
-    save_file(values, tmp_path / "model.safetensors")
-    for source in (values, tmp_path / "model.safetensors", iter(values.items())):
-        with pytest.raises(CheckpointError, match=r"'0\.weight'.*Codes.*other bytes"):
-            prepared(quantized(), weights=source)
 
 
 @pytest.mark.parametrize("streamed", [False, True])

@@ -16,7 +16,7 @@ import rayzero
 from rayzero import ZeroConfig
 from rayzero.engine.context import RankContext
 from rayzero.errors import ConfigError, UnsupportedError
-from rayzero.testing import Transport, run_ranks
+from rayzero.testing import run_ranks
 
 from .models import Net, averaged, prepared_copy, relative_difference, same_bits, seeded, tight, token_loss, tokens
 
@@ -152,48 +152,6 @@ def test_a_plain_run_goes_on_under_rayzero_bit_by_bit_and_back() -> None:
     assert same_bits(back.state_dict(), plain.state_dict())
 
 
-@pytest.mark.spread(1)
-@pytest.mark.parametrize("transport", ["grpc", "shm"])
-def test_states_reach_owners_in_other_places(transport: Transport) -> None:
-    base = seeded(Net)
-
-    def loop(context: RankContext) -> tuple[dict[str, Any], dict[str, Any]]:
-        model, optimizer = prepared_copy(base, adamw, ZeroConfig())
-        train(model, optimizer, range(2), context.rank)
-        before = copy.deepcopy(optimizer.state_dict())
-        train(model, optimizer, range(2, 4), context.rank)
-        optimizer.load_state_dict(before)
-        return before, optimizer.state_dict()
-
-    for before, after in run_ranks(loop, 2, 2, transport):
-        assert_alike(after, before)
-        assert before["state"][0]["step"] == 2
-
-
-def test_groups_schedulers_and_hooks_are_torchs(alone: RankContext) -> None:
-    model = seeded(Net)
-    groups = [
-        {"params": model.embed.parameters(), "lr": 0.5, "betas": (0.5, 0.6)},
-        {"params": [p for n, p in model.named_parameters() if not n.startswith("embed")]},
-    ]
-    model, optimizer = rayzero.prepare(model, torch.optim.AdamW(groups, lr=0.1))
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    train(model, optimizer, range(1))
-    scheduler.step()
-    state = saved_and_loaded(optimizer.state_dict())
-    assert [group["lr"] for group in state["param_groups"]] == pytest.approx([0.05, 0.01])
-    optimizer.param_groups[0]["lr"] = 7.0
-    seen: list[int] = []
-    optimizer.register_load_state_dict_pre_hook(lambda _, given: seen.append(len(given["state"])))
-    optimizer.register_state_dict_post_hook(lambda _, given: seen.append(len(given["state"])))
-    optimizer.load_state_dict(state)
-    optimizer.state_dict()
-    assert seen == [len(list(model.parameters()))] * 2
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
-    assert tuple(optimizer.param_groups[0]["betas"]) == (0.5, 0.6)
-    train(model, optimizer, range(1))
-
-
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(alone: RankContext) -> None:
     model, optimizer = prepared_copy(seeded(Net), adamw)
     train(model, optimizer, range(1))
@@ -224,44 +182,6 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(alone: RankCon
 
 
 # ---- adding groups, freezing and unfreezing ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("world_size", "make"),
-    [(1, adamw), (2, partial(torch.optim.SGD, lr=0.1, momentum=0.9)), (3, adamw)],
-    ids=["1, AdamW", "2, SGD", "3, AdamW"],
-)
-def test_a_group_can_be_added_later_for_parameters_that_were_in_none(world_size: int, make: Make) -> None:
-    base = seeded(Net)
-
-    def some(model: nn.Module) -> list[nn.Parameter]:
-        return [*model.layers[1].parameters(), model.layers[2].up.weight]
-
-    def others(model: nn.Module) -> list[nn.Parameter]:
-        late = {id(p) for p in some(model)}
-        return [p for p in model.parameters() if id(p) not in late]
-
-    plain = copy.deepcopy(base)
-    reference = make(others(plain))
-    plain_train(plain, reference, range(3), world_size)
-    reference.add_param_group({"params": some(plain), "lr": 0.02})
-    plain_train(plain, reference, range(3, 6), world_size)
-
-    def loop(context: RankContext) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        model = copy.deepcopy(base)
-        config = tight(model, prefetch_buffer_size=1, shard_bytes=16 << 10)
-        model, optimizer = rayzero.prepare(model, make(others(model)), config)
-        for step in range(6):
-            if step == 3:
-                optimizer.add_param_group({"params": some(model), "lr": 0.02})
-            train(model, optimizer, range(step, step + 1), context.rank)
-            for param in some(model) if step < 3 else ():
-                param.grad = None  # torch keeps what no optimizer takes
-        return rayzero.full_state_dict(model), optimizer.state_dict()
-
-    for state, of_optimizer in run_ranks(loop, world_size, 2):
-        assert relative_difference(state, plain.state_dict()) <= 1e-5
-        assert_alike(of_optimizer, reference.state_dict())
 
 
 @pytest.mark.parametrize(

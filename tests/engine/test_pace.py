@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rayzero.engine.units import residency as fetching
 from rayzero.engine.units.residency import ConditionalFetch, Fetching, UnitBuffer, Waited
-from rayzero.engine.units.schedule import Phase, PrefetchPace, quantile, wanted_depth
+from rayzero.engine.units.schedule import Phase, PrefetchPace, wanted_depth
 from rayzero.memory.pool import MemoryBudget
 
 
@@ -45,11 +45,6 @@ def test_one_unit_less_would_be_late(fetch: float, compute: float, limit: int) -
     assert 1 <= depth <= limit
     assert depth == limit or depth * compute >= fetch * (1 - 1e-9)
     assert depth == 1 or (depth - 1) * compute < fetch * (1 + 1e-9)
-
-
-def test_a_quantile_is_one_of_the_values() -> None:
-    assert [quantile([3.0, 1.0, 2.0, 4.0], share) for share in (0.0, 0.5, 0.75, 1.0)] == [1.0, 2.0, 3.0, 4.0]
-    assert quantile([7.0], 0.9) == 7.0
 
 
 def paced(computed: list[tuple[str, float]], fetches: list[float]) -> PrefetchPace:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -124,14 +125,35 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return losses
 
 
-@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
-@pytest.mark.parametrize("config", ["all up", "tight"])
+def checkpointed(layer: nn.Module, x: Tensor, *, reentrant: bool) -> Tensor:
+    return checkpoint(layer, x, use_reentrant=reentrant)
+
+
+def write(layer: nn.Module, _: Any) -> None:
+    layer.up.weight.data.mul_(0.9)
+    layer.up.weight.data = layer.up.weight.data * 0.9
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "all up": {},
+    "all up, frozen": {"frozen": True},
+    "tight": {},
+    "tight, frozen": {"frozen": True},
+    "tight, recomputed": {"wrap": partial(checkpointed, reentrant=False)},
+    "tight, recomputed by a backward": {"wrap": partial(checkpointed, reentrant=True)},
+    "tight, data written": {},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_parameters_keep_their_class(kind: str, config: str, frozen: bool, alone: RankContext) -> None:
-    plain, model = net(kind, frozen=frozen), net(kind, frozen=frozen)
-    losses = train(plain, sgd(plain.parameters()))
-    model, optimizer = rayzero.prepare(model, sgd(model.parameters()), CONFIGS[config](model))
-    assert train(model, optimizer) == losses
+def test_parameters_keep_their_class(kind: str, way: str, alone: RankContext) -> None:
+    plain, model = net(kind, **WAYS[way]), net(kind, **WAYS[way])
+    config = CONFIGS[way.partition(",")[0]](model)
+    model, optimizer = rayzero.prepare(model, sgd(model.parameters()), config)
+    for one in (plain, model) if way.endswith("written") else ():
+        one.layers[0].register_forward_pre_hook(write)
+    assert train(model, optimizer) == train(plain, sgd(plain.parameters()))
     state = rayzero.full_state_dict(model)
     assert all(type(value) is Tensor for value in state.values())
     assert same_bits(state, {name: value.as_subclass(Tensor) for name, value in plain.state_dict().items()})
@@ -182,18 +204,6 @@ def test_parameters_keep_their_class_in_bf16(kind: str, frozen: bool, alone: Ran
     )
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_recomputations_see_the_class(kind: str, reentrant: bool, alone: RankContext) -> None:
-    def wrap(layer: nn.Module, x: Tensor) -> Tensor:
-        return checkpoint(layer, x, use_reentrant=reentrant)
-
-    plain, model = net(kind, wrap), net(kind, wrap)
-    losses = train(plain, sgd(plain.parameters()))
-    model, optimizer = rayzero.prepare(model, sgd(model.parameters()), CONFIGS["tight"](model))
-    assert train(model, optimizer) == losses
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_made_of_such_a_parameter_is_as_in_plain_torch(kind: str, alone: RankContext) -> None:
     plain, model = net(kind), net(kind)
@@ -220,19 +230,6 @@ def _looks(weight: nn.Parameter) -> list[Any]:
         except RuntimeError as exc:  # torch copies no tensor class that it has not made itself
             found.append(str(exc)[:60])
     return found
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_data_of_such_a_parameter_written_in_forward_counts(kind: str, alone: RankContext) -> None:
-    def write(layer: nn.Module, _: Any) -> None:
-        layer.up.weight.data.mul_(0.9)
-        layer.up.weight.data = layer.up.weight.data * 0.9
-
-    plain, model = net(kind), net(kind)
-    model, optimizer = rayzero.prepare(model, sgd(model.parameters()), CONFIGS["tight"](model))
-    for one in (plain, model):
-        one.layers[0].register_forward_pre_hook(write)
-    assert train(model, optimizer) == train(plain, sgd(plain.parameters()))
 
 
 class _Doubled(torch.autograd.Function):

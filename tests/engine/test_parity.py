@@ -14,7 +14,7 @@ from rayzero import ZeroConfig
 from rayzero.engine.context import RankContext
 from rayzero.testing import run_ranks
 
-from .models import Net, averaged, fit, oracle, relative_difference, same_bits, seeded, tight, token_loss, tokens
+from .models import Net, oracle, relative_difference, same_bits, seeded, tight, token_loss, tokens
 
 STEPS, MAX_NORM = 20, 0.5
 
@@ -99,74 +99,3 @@ def test_bits_do_not_depend_on_the_transport(two_ranks: tuple[nn.Module, dict[st
     base, expected = two_ranks
     for state, _ in run_ranks(lambda ctx: train(ctx, base, ZeroConfig(), steps=5), 2, 2, "grpc"):
         assert same_bits(state, expected)
-
-
-def _train_in_process(context: RankContext) -> dict[str, Tensor]:
-    return train(context, seeded(Net), tight(Net(), prefetch_buffer_size=1), steps=5)[0]
-
-
-def test_bits_do_not_depend_on_ranks_being_processes(two_ranks: tuple[nn.Module, dict[str, Tensor]]) -> None:
-    for state in run_ranks(_train_in_process, 2, 2, "grpc", processes=True):
-        assert same_bits(state, two_ranks[1])
-
-
-# ---- accumulation -----------------------------------------------------------------------------------------------
-
-
-MICRO_BATCHES = 3
-
-
-def micro_batch(model: nn.Module, step: int, rank: int, micro: int) -> None:
-    (token_loss(model, tokens(10 * step + micro, rank)) / MICRO_BATCHES).backward()
-
-
-@pytest.mark.promise("exact", "accumulation")
-def test_accumulated_micro_batches_equal_unsharded_accumulation() -> None:
-    base = seeded(Net)
-
-    def loop(context: RankContext) -> dict[str, Tensor]:
-        model = copy.deepcopy(base)
-        config = tight(model, gradient_accumulation_steps=MICRO_BATCHES, prefetch_buffer_size=1)
-        model, optimizer = rayzero.prepare(model, adamw(model.parameters()), config)
-        for step in range(5):
-            for micro in range(MICRO_BATCHES):
-                micro_batch(model, step, context.rank, micro)
-            optimizer.step()
-            optimizer.zero_grad()
-        return rayzero.full_state_dict(model)
-
-    plain = copy.deepcopy(base)
-    optimizer = adamw(plain.parameters())
-    for step in range(5):
-        rounds = []
-        for micro in range(MICRO_BATCHES):
-            replicas = []
-            for rank in range(2):
-                optimizer.zero_grad()
-                micro_batch(plain, step, rank, micro)
-                replicas.append([p.grad for p in plain.parameters()])
-            rounds.append(averaged(replicas))
-        for param, *means in zip(plain.parameters(), *rounds, strict=True):
-            param.grad = sum(means[1:], means[0])
-        optimizer.step()
-    for state in run_ranks(loop, 2, 2):
-        assert relative_difference(state, plain.state_dict()) <= 1e-6
-
-
-def test_modules_kept_in_fp32_get_fp32_inputs_and_give_them_on() -> None:
-    base = seeded(Net)
-    config = ZeroConfig(precision="bf16", keep_fp32=("*norm",))
-
-    def dtypes(context: RankContext) -> tuple[dict[str, torch.dtype], list[torch.dtype]]:
-        model = copy.deepcopy(base)
-        model, optimizer = rayzero.prepare(model, adamw(model.parameters()), config)
-        seen: list[torch.dtype] = []
-        model.layers[0].norm.register_forward_pre_hook(lambda m, args: seen.append(args[0].dtype))
-        model.layers[0].up.register_forward_pre_hook(lambda m, args: seen.append(args[0].dtype))
-        fit(model, optimizer, [0])
-        return {name: p.dtype for name, p in model.named_parameters()}, seen
-
-    ((by_name, seen),) = run_ranks(dtypes, 1, 1)
-    assert seen == [torch.float32, torch.bfloat16]
-    assert by_name["norm.weight"] is by_name["layers.1.norm.bias"] is torch.float32
-    assert by_name["layers.1.up.weight"] is by_name["embed.weight"] is torch.bfloat16

@@ -23,8 +23,7 @@ from rayzero.slabs.sweep import list_slabs
 from rayzero.testing import run_ranks
 from tests.support import needs
 
-from .models import Net, prepared_copy, same_bits, seeded, tight, token_loss, tokens
-from .test_replaced_owners import owner_pid
+from .models import Net, fit, prepared_copy, same_bits, seeded, tight, token_loss, tokens
 
 PAGES = 16 << 12  # what may stay of a slab: its header, and the last page of each place
 
@@ -119,9 +118,7 @@ def test_it_is_refused_by_name_within_a_step(alone: RankContext) -> None:
 def test_gradients_that_find_no_room_again_are_an_error_of_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     def train(context: RankContext) -> bool:
         model, optimizer = prepared(seeded(Net), ZeroConfig())
-        token_loss(model, tokens(0)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        fit(model, optimizer, [0])
         rayzero.release(model)
         allocate = Slab.allocate
 
@@ -173,9 +170,7 @@ def test_another_thread_than_the_one_that_trains_is_refused_by_name(alone: RankC
     model, optimizer = prepared(seeded(Net), ZeroConfig())
 
     def step() -> None:
-        token_loss(model, tokens(0)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        fit(model, optimizer, [0])
 
     refused = "called from thread .*, which is not the one that trains"
     with ThreadPoolExecutor(1, "other") as other:
@@ -191,6 +186,14 @@ def test_another_thread_than_the_one_that_trains_is_refused_by_name(alone: RankC
             rayzero.release(model)
 
 
+def owner_pid(run: str, owner: int) -> int:
+    """The process that has the control slab of an owner."""
+    headers = [slab.header for slab in list_slabs() if slab.header is not None and slab.alive]
+    facts = [(header.pid, header.facts) for header in headers if header.facts.run == run]
+    (pid,) = {pid for pid, f in facts if (f.role, f.index) == ("control", owner) and f.kernel != "rank"}
+    return pid
+
+
 KILLS = {1: "optimizer 0", 2: "rank 1", 3: "optimizer 1"}  # once a step's gradients have been given back
 
 
@@ -199,9 +202,7 @@ def killed(context: RankContext, base: nn.Module, folder: Path) -> dict[str, Ten
     model, optimizer = prepared(base, ZeroConfig())
     rayzero.track()
     for step in range(context.step, 5):
-        token_loss(model, tokens(step, context.rank)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        fit(model, optimizer, [step], context.rank)
         rayzero.release(model)
         done, whom = folder / str(step), KILLS.get(step)
         if context.rank == 1 and whom is not None and not done.exists():

@@ -14,7 +14,7 @@ from tests.support import simulated_autograd
 from tests.support.simulated_lane import SimulatedLane, device_behind
 
 from .models import WIDTH, Block, Net, oracle, same_bits, seeded, tight, token_loss, tokens
-from .test_transfers import adamw
+from .test_simulated_device import adamw
 
 STEPS = 3
 CONFIGS = {

@@ -25,38 +25,25 @@ from rayzero.owner import checkpoint as owner_snapshot
 from rayzero.protocol.messages import FileEntry
 from rayzero.testing import run_ranks
 
-from .models import Net, prepared_copy, same_bits, seeded, tight, tokens
+from .models import Net, fit, prepared_copy, same_bits, seeded, tight
 
 
 class Noisy(Net):
-    """With dropout, and a batch norm whose statistics are buffers."""
+    """With dropout, and a batch norm whose statistics are buffers, of each rank its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.2) -> None:
         super().__init__()
-        self.bn = nn.BatchNorm1d(64)
+        self.dropout, self.bn = dropout, nn.BatchNorm1d(64)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = F.dropout(self.embed(tokens), 0.2)
+        x = F.dropout(self.embed(tokens), self.dropout)
         for layer in self.layers:
             x = layer(x)
         return self.head(self.norm(self.bn(x.transpose(1, 2)).transpose(1, 2)))
 
 
-def steps(model: nn.Module, optimizer: torch.optim.Optimizer, start: int, stop: int, rank: int = 0) -> None:
-    for step in range(start, stop):
-        inputs, targets = tokens(step, rank)
-        F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).backward()
-        optimizer.clip_grad_norm_(0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def prepared(config: ZeroConfig | None = None) -> tuple[nn.Module, rayzero.ZeroOptimizer]:
     return prepared_copy(seeded(Noisy, seed=get_context().rank), torch.optim.AdamW, config, lr=1e-3)
-
-
-def complete(model: nn.Module) -> dict[str, Tensor]:
-    return rayzero.full_state_dict(model)
 
 
 def draws() -> list[float]:
@@ -67,11 +54,11 @@ def draws() -> list[float]:
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     with running_in(RankContext()):
         model, optimizer = prepared()
-        steps(model, optimizer, 0, 3)
+        fit(model, optimizer, range(0, 3), max_norm=0.5)
         info = rayzero.save_checkpoint(optimizer, tmp_path / "step-000003", {"step": 3, "seen": [1, 2]})
         expected_draws = draws()
-        steps(model, optimizer, 3, 6)
-        expected = complete(model)
+        fit(model, optimizer, range(3, 6), max_norm=0.5)
+        expected = rayzero.full_state_dict(model)
         last = rayzero.save_checkpoint(optimizer, tmp_path / "step-000006", {"step": 6})
     assert (info.step, last.step) == (3, 6)
     with running_in(RankContext(resume=tmp_path / "step-000003")) as context:
@@ -80,44 +67,30 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
         model, optimizer = prepared(tight(Noisy(), prefetch_buffer_size=1))
         assert context.loop_state == {"step": 3, "seen": [1, 2]}
         assert draws() == expected_draws
-        steps(model, optimizer, 3, 6)
-        assert same_bits(complete(model), expected)
+        fit(model, optimizer, range(3, 6), max_norm=0.5)
+        assert same_bits(rayzero.full_state_dict(model), expected)
         again = rayzero.save_checkpoint(optimizer, tmp_path / "again" / "step-000006", {"step": 6})
     assert again.digest == last.digest
 
 
-class Counting(Net):
-    """With a batch norm, whose statistics are each rank's own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bn = nn.BatchNorm1d(64)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.bn(self.embed(tokens).transpose(1, 2)).transpose(1, 2)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(self.norm(x))
-
-
 @pytest.mark.promise("scalable", "checkpoints")
 def test_ranks_resume_with_their_own_state_and_another_number_of_owners(tmp_path: Path) -> None:
-    base = seeded(Counting)
+    base = seeded(lambda: Noisy(dropout=0.0))
 
     def start(context: RankContext) -> tuple[nn.Module, rayzero.ZeroOptimizer]:
         return prepared_copy(base, torch.optim.AdamW, lr=1e-3)
 
     def whole(context: RankContext) -> Any:
         model, optimizer = start(context)
-        steps(model, optimizer, 0, 2, context.rank)
+        fit(model, optimizer, range(0, 2), context.rank, max_norm=0.5)
         info = rayzero.save_checkpoint(optimizer, tmp_path / "step-000002", {"rank": context.rank})
-        steps(model, optimizer, 2, 4, context.rank)
-        return info, complete(model)
+        fit(model, optimizer, range(2, 4), context.rank, max_norm=0.5)
+        return info, rayzero.full_state_dict(model)
 
     def second_half(context: RankContext) -> Any:
         model, optimizer = start(context)
-        steps(model, optimizer, 2, 4, context.rank)
-        return context.loop_state, complete(model)
+        fit(model, optimizer, range(2, 4), context.rank, max_norm=0.5)
+        return context.loop_state, rayzero.full_state_dict(model)
 
     results = run_ranks(whole, 2, 2)
     assert results[0][0] == results[1][0]
@@ -136,14 +109,6 @@ def test_the_file_holds_tied_names_buffers_and_no_pickle(tmp_path: Path) -> None
         assert reader.tied() == {"head.weight": "embed.weight"}
         assert set(reader.buffers()) == {"bn.running_mean", "bn.running_var", "bn.num_batches_tracked"}
     assert {path.suffix for path in (tmp_path / "step-000000").iterdir()} == {".safetensors", ".json"}
-
-
-def test_resuming_from_nothing_is_one_line_before_anything_changes(tmp_path: Path) -> None:
-    with running_in(RankContext(resume=tmp_path / "step-000009")):
-        model = seeded(Net)
-        with pytest.raises(CheckpointError, match="no checkpoint at"):
-            rayzero.prepare(model, torch.optim.AdamW(model.parameters()))
-        assert all(type(param) is nn.Parameter for param in model.parameters())
 
 
 # ---- a save that failed

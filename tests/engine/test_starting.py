@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import json
 import threading
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from rayzero.engine.context import RankContext, running_in
 from rayzero.errors import CheckpointError, ConfigError, RayZeroError, UnsupportedError
 from rayzero.testing import run_ranks
 
-from .models import Block, Net, fit, oracle, relative_difference, same_bits, seeded, tight, token_loss, tokens
+from .models import Block, Net, fit, same_bits, seeded, token_loss, tokens
 
 
 class Normed(Net):
@@ -135,22 +134,6 @@ def test_weights_reach_the_owners_from_every_kind_of_source(form: str, alone: Ra
     assert torch.equal(model.table, base.table)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_model_started_from_a_file_trains_as_if_it_had_been_loaded(
-    precision: str, alone: RankContext, tmp_path: Path
-) -> None:
-    base = seeded(Net)
-    model = empty()
-    config = tight(base, precision=precision, prefetch_buffer_size=1)
-    objects = list(model.parameters())
-    model, optimizer = rayzero.prepare(model, sgd(model), config, weights=saved(base, tmp_path / "w.safetensors"))
-    twin, twin_optimizer = rayzero.prepare(base, sgd(base), config)
-    for one, its_optimizer in ((model, optimizer), (twin, twin_optimizer)):
-        fit(one, its_optimizer, range(3))
-    assert same_bits(rayzero.full_state_dict(model), rayzero.full_state_dict(twin))
-    assert all(ours is theirs for ours, theirs in zip(model.parameters(), objects, strict=True))
-
-
 def test_16_bit_files_become_fp32_masters_and_frozen_units_keep_the_dtype_they_have_at_prepare(
     alone: RankContext, tmp_path: Path
 ) -> None:
@@ -191,18 +174,6 @@ def test_without_strict_the_model_keeps_what_the_weights_lack(alone: RankContext
         start(model, weights=rayzero.Weights(given | {"x": torch.ones(1)}, strict=False)), base.state_dict()
     )
     assert same_bits(start(twin, weights=rayzero.Weights(given.items(), strict=False)), base.state_dict())
-
-
-def test_without_strict_init_gives_what_the_weights_lack(alone: RankContext) -> None:
-    base = seeded(Net, 1)
-    given = {name: value for name, value in base.state_dict().items() if not name.startswith("layers.1.")}
-    expected = seeded(Net, 2)
-    torch.manual_seed(5)
-    expected.apply(reset)
-    expected.load_state_dict(given, strict=False)
-    torch.manual_seed(5)
-    state = start(empty(), weights=rayzero.Weights(given, strict=False), init=reset)
-    assert same_bits(state, expected.state_dict())
 
 
 def changed(**changes: Tensor | None) -> dict[str, Tensor]:
@@ -450,34 +421,12 @@ def test_init_of_a_real_model_is_apply(alone: RankContext) -> None:
 # ---- meta -------------------------------------------------------------------------------------------------------
 
 
-def test_meta_parameters_without_values_are_refused_by_name_saying_what_to_pass(alone: RankContext) -> None:
-    model = empty()
-    with pytest.raises(UnsupportedError, match=r"'embed.weight' is on the meta device.*weights=.*init="):
-        rayzero.prepare(model, sgd(model))
-
-
 @pytest.mark.parametrize("given", [{}, {"weights": seeded(Normed).state_dict()}])
 def test_meta_buffers_without_values_are_refused_by_name(given: dict[str, Any], alone: RankContext) -> None:
     model = seeded(Normed)
     model.table = model.table.to("meta")
     with pytest.raises(UnsupportedError, match=r"buffer 'table' is on the meta device.*empty_parameters"):
         rayzero.prepare(model, sgd(model), **given)
-
-
-@pytest.mark.parametrize("transport", ["inproc", "grpc", "shm"])
-def test_a_model_built_on_rank_0_only_is_fetched_by_the_others(transport: Any) -> None:
-    base = seeded(Net)
-
-    def loop(ctx: RankContext) -> dict[str, Tensor]:
-        model = empty() if ctx.rank else copy.deepcopy(base)
-        model, optimizer = rayzero.prepare(model, sgd(model), tight(base, prefetch_buffer_size=1))
-        fit(model, optimizer, range(2), ctx.rank)
-        return rayzero.full_state_dict(model)
-
-    states = run_ranks(loop, world_size=3, transport=transport)
-    expected, _ = oracle(base, lambda params: torch.optim.SGD(params, lr=0.1), world_size=3, steps=2)
-    assert all(same_bits(states[0], state) for state in states[1:])
-    assert relative_difference(states[0], expected) < 1e-6
 
 
 def test_rank_0_reads_the_file_and_every_rank_its_buffers(tmp_path: Path) -> None:
@@ -551,30 +500,3 @@ def test_a_meta_buffer_that_the_checkpoint_does_not_hold_is_filled_by_init_at_re
             rayzero.prepare(model, sgd(model))
         assert same_bits(start(model, init=init), rayzero.full_state_dict(base))
         assert torch.equal(model.table, base.table)
-
-
-# ---- afterwards -------------------------------------------------------------------------------------------------
-
-
-def test_a_model_prepared_from_meta_reads_copies_and_pickles_like_any_other(alone: RankContext) -> None:
-    base = seeded(Normed)
-    shapes = {name: param.shape for name, param in base.named_parameters()}
-    model, _ = rayzero.prepare(model := empty(Normed), sgd(model), tight(base), weights=base.state_dict())
-    assert {name: param.shape for name, param in model.named_parameters()} == shapes
-    assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in base.parameters())
-    assert {p.device.type for p in model.parameters()} == {"cpu"}
-    assert repr(model) == repr(base)
-    assert repr(model.layers[0].up.bias.detach()) == repr(base.layers[0].up.bias.detach())
-    assert same_bits(copy.deepcopy(model).state_dict(), base.state_dict())
-    stream = io.BytesIO()
-    torch.save(model.state_dict(), stream)
-    assert same_bits(torch.load(io.BytesIO(stream.getvalue())), base.state_dict())
-    sizes: dict[str, int] = {}
-    hooks = [
-        module.register_forward_hook(lambda m, _, out, name=name: sizes.update({name: out.numel()}))
-        for name, module in model.named_modules()
-    ]
-    model(tokens(0)[0])
-    assert sizes["layers.0.up"] == 4 * 8 * 128
-    for hook in hooks:
-        hook.remove()

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import secrets
+import functools
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +18,9 @@ from torch import nn
 import rayzero
 from rayzero.convert.conversion import export_full
 from rayzero.engine.context import RankContext, running_in
-from rayzero.protocol.store import ParameterStore
-from rayzero.slabs.sweep import SHARED_MEMORY
-from rayzero.store.owner.hosted import HostedModels
-from rayzero.store.owner.server import serve_models
-from rayzero.store.rank.rank_store import RankStore
-from rayzero.store.remote.remote_connection import RankTerms, RemoteConnection
-from rayzero.telemetry.recorder import Recorder
 from rayzero.testing import run_ranks
+
+from .test_release import owner_pid
 
 pytestmark = pytest.mark.thorough
 
@@ -51,30 +43,39 @@ def reset(module: nn.Module) -> None:
 # ---- measuring --------------------------------------------------------------------------------------------------
 
 
-def private_bytes() -> int:
-    """Anonymous memory of this process that is resident: neither files nor memory shared with others."""
-    status = Path("/proc/self/status").read_text()
+def private_bytes(process: str) -> int:
+    """Anonymous memory of a process that is resident: neither files nor memory shared with others."""
+    status = Path(f"/proc/{process}/status").read_text()
     return int(status.split("RssAnon:")[1].split()[0]) << 10
 
 
 class Peak:
-    """The most private memory, beyond what there was at the start, until it is read."""
+    """The most private memory of a process, beyond what there was when it was first seen, until it is read."""
 
-    def __init__(self) -> None:
-        self._base = self._most = private_bytes()
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._look)
+    def __init__(self, find: Callable[[], str] = lambda: "self") -> None:
+        """``find``: names the process in /proc; raises ValueError while it is not there."""
+        self._find, self._over = find, threading.Event()
+        self._seen: list[int] = []
+        self._look()
+        self._thread = threading.Thread(target=self._keep_looking)
         self._thread.start()
 
     def _look(self) -> None:
+        with suppress(ValueError):
+            now = private_bytes(self._find())
+            self._seen = [self._seen[0], max(now, self._seen[1])] if self._seen else [now, now]
+
+    def _keep_looking(self) -> None:
         while not self._over.wait(0.002):
-            self._most = max(self._most, private_bytes())
+            self._look()
 
     def read(self) -> int:
         """Bytes."""
         self._over.set()
         self._thread.join()
-        return max(self._most, private_bytes()) - self._base
+        self._look()
+        base, most = self._seen
+        return most - base
 
 
 def warm_up() -> None:
@@ -88,81 +89,29 @@ def warm_up() -> None:
 # ---- processes --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Connect:
-    """Reaches the owners' processes from a rank's."""
-
-    addresses: tuple[str, ...]
-    token: str
-
-    def __call__(self, rank: int, recorder: Recorder, model: int) -> ParameterStore:
-        return RankStore(
-            RemoteConnection(
-                rank, self.addresses, RankTerms(token=self.token, share=SHARED_MEMORY, recorder=recorder, model=model)
-            )
-        )
-
-
-def serve(owner: int, token: str, pipe: Connection) -> None:
-    """One owner: tells its address, is told all, and at the end how much private memory it needed."""
-    torch.set_num_threads(1)
+def start(context: RankContext, **given: Any) -> list[int]:
+    """Prepare and compute once; the process's peak, and on rank 0 those of the owners."""
     warm_up()
-    models = HostedModels(owner, OWNERS, share=SHARED_MEMORY)
-    with serve_models(models, token=token) as server:
-        pipe.send(server.address)
-        server.connect_peers(pipe.recv())
-        peak = Peak()
-        pipe.recv()
-        pipe.send(peak.read())
-    models.close()
-
-
-@contextmanager
-def owner_processes() -> Iterator[tuple[Connect, Callable[[], list[int]]]]:
-    """The way to them, and a function that ends them and gives each one's peak."""
-    spawn, token = multiprocessing.get_context("spawn"), secrets.token_hex(8)
-    pipes, processes = [], []
-    try:
-        for owner in range(OWNERS):
-            ours, theirs = spawn.Pipe()
-            processes.append(spawn.Process(target=serve, args=(owner, token, theirs)))
-            processes[-1].start()
-            theirs.close()
-            pipes.append(ours)
-        addresses = tuple(pipe.recv() for pipe in pipes)
-        for pipe in pipes:
-            pipe.send(addresses)
-
-        def end() -> list[int]:
-            for pipe in pipes:
-                pipe.send("end")
-            return [pipe.recv() for pipe in pipes]
-
-        yield Connect(addresses, token), end
-    finally:
-        for process in processes:
-            process.terminate()
-            process.join()
-
-
-def start(context: RankContext, **given: Any) -> int:
-    """Prepare and compute once; the process's peak."""
-    warm_up()
-    peak = Peak()
+    owners = range(OWNERS if context.rank == 0 else 0)
+    peaks = [Peak(), *(Peak(functools.cache(partial(owner_process, context.run, owner))) for owner in owners)]
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     config = rayzero.ZeroConfig(gpu_param_memory_budget=4 * UNIT, prefetch_buffer_size=1)
     model, _ = rayzero.prepare(model, optimizer, config, **given)
     with torch.no_grad():
         model(torch.ones(1, WIDTH))
-    return peak.read()
+    return [peak.read() for peak in peaks]
 
 
-def from_file(path: Path, context: RankContext) -> int:
+def owner_process(run: str, owner: int) -> str:
+    return str(owner_pid(run, owner))
+
+
+def from_file(path: Path, context: RankContext) -> list[int]:
     return start(context, weights=path)
 
 
-def by_init(context: RankContext) -> int:
+def by_init(path: Path, context: RankContext) -> list[int]:
     return start(context, init=reset)
 
 
@@ -174,19 +123,12 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.timeout(400)  # five processes import torch: 15 s on a quiet machine
-def test_no_process_holds_the_model_that_comes_from_a_file(file: Path) -> None:
-    with owner_processes() as (connect, end):
-        ranks = run_ranks(partial(from_file, file), 2, OWNERS, connect, processes=True)
-        owners = end()
-    assert max(ranks) < MODEL / 4
-    assert max(owners) < MODEL / 3  # its shards, half of the model and of two ranks' gradients, are shared memory
-
-
-@pytest.mark.timeout(400)
-def test_no_process_holds_the_model_that_init_makes() -> None:
-    (peak,) = run_ranks(by_init, 1, OWNERS, "shm", processes=True)
-    assert peak < MODEL / 4
+@pytest.mark.timeout(400)  # four processes import torch
+@pytest.mark.parametrize("how", [from_file, by_init])
+def test_no_process_holds_the_model_that_starts(how: Callable[..., list[int]], file: Path) -> None:
+    (rank, *owners), (other,) = run_ranks(partial(how, file), 2, OWNERS, "shm", processes=True)
+    assert max(rank, other) < MODEL / 4
+    assert 0 < max(owners) < MODEL / 3  # its shards, half of the model and of two ranks' gradients, are shared memory
 
 
 def test_an_export_holds_a_few_parts_of_4_mib(tmp_path: Path) -> None:

@@ -385,16 +385,6 @@ def test_a_reset_counts_from_zero_in_the_middle_of_a_step_too(alone: RankContext
     assert after.to_host.copies.count == len(optimizer.engine.units)
 
 
-def test_models_of_a_rank_have_passes_and_layers_of_their_own(alone: RankContext) -> None:
-    first, first_optimizer = prepared()
-    train(first, first_optimizer, 2)
-    second, second_optimizer = prepared()
-    train(second, second_optimizer, 1)
-    assert [rayzero.stats(model).forwards for model in (first, second)] == [2, 1]
-    assert [rayzero.stats(model).layers["layers.0"].forward.count for model in (first, second)] == [2, 1]
-    assert rayzero.stats(second).prefetch.hits <= 4  # what the rank counted before is not the second one's
-
-
 def _rank(context: RankContext, base: nn.Module) -> dict[str, Any]:
     model, optimizer = prepared_copy(base, torch.optim.AdamW)
     train(model, optimizer, 2, context.rank)
@@ -468,18 +458,6 @@ def test_a_rank_that_records_nothing_still_knows_its_own_clock() -> None:
 
 def model_of(*shapes: tuple[int, ...]) -> nn.Module:
     return nn.ParameterList(nn.Parameter(torch.empty(shape)) for shape in shapes)
-
-
-def test_documented_vectors() -> None:
-    assert ModelParameterStats.of(model_of((100, 50), (50,))) == ModelParameterStats(
-        total_parameters=2,
-        total_elements=5050,
-        mean_parameter_size=2525.0,
-        median_parameter_size=2525.0,
-        min_parameter_size=50,
-        max_parameter_size=5000,
-        total_memory_bytes=20200,
-    )
 
 
 def test_documented_vectors_of_modules() -> None:

@@ -247,42 +247,6 @@ def test_in_a_script_the_steps_and_objects_are_those_of_the_last_model() -> None
 # ---- with each commit
 
 
-@pytest.mark.parametrize("tracks", [True, False])
-def test_a_loop_that_tracks_is_kept_with_every_step(tracks: bool) -> None:
-    base = seeded(Net)
-
-    def train(context: RankContext) -> None:
-        model, optimizer = prepared_copy(base, torch.optim.AdamW, lr=1.0)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-        loader = Batches(context.rank)
-        if tracks:
-            rayzero.track(scheduler=scheduler, loader=loader)
-        store = optimizer.engine.store
-        for step, (x, y) in zip(range(3), loader, strict=False):
-            loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
-            states = [(each.step, each.part, from_bytes(each.content)) for each in store.kept()]
-            kept = [step - 1] * 2 + [step] * 2 if step > 1 else [step] * 2 if step else []
-            assert [at for at, *_ in states] == (kept if tracks else [])
-            if states:
-                (*_, committed), (*_, forward) = states[-2:]
-                assert committed["tracked"]["loader"] == {"at": step}, "before this step's batch was taken"
-                assert committed["tracked"]["scheduler"]["last_epoch"] == step - 1
-                assert set(forward["tracked"]) == {"scheduler"}
-                assert forward["tracked"]["scheduler"]["last_epoch"] == step
-                assert [committed["options"][0]["lr"], forward["options"][0]["lr"]] == [0.5 ** (step - 1), 0.5**step]
-                assert forward["means"] == 1
-            loss.backward()
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-            with torch.no_grad():
-                model(x)  # a validation is not the next iteration
-            if step == 0:
-                rayzero.mean_over_ranks(1.0)
-
-    run_ranks(train, 2, 2)
-
-
 def test_loop_states_come_back_as_they_were() -> None:
     state = {"a": [1, 2.5, None], "b": {3: (torch.arange(4, dtype=torch.int16), "x")}, "c": torch.zeros(0, 3)}
     back = from_bytes(to_bytes(state))

@@ -1,82 +1,31 @@
-"""The transfers of a device, over a lane of threads in place of streams: copies late, memory reused, the same bits."""
+"""The transfers of a device, over a lane of threads in place of streams: what waits for what, and memory given back."""
 
 from __future__ import annotations
 
-import importlib
 import os
-import random
 import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import Future
 
 import pytest
 import torch
 from torch import Tensor
 
-import rayzero
 import rayzero.engine.units.transfers as transfers_module
-from rayzero import ZeroConfig
-from rayzero.engine.context import RankContext
 from rayzero.engine.units.partition import build_layout
 from rayzero.engine.units.residency import UnitBuffer
 from rayzero.engine.units.transfers import DeviceTransfers, UnitTransfers, device_transfers, make_transfers
 from rayzero.lanes import ThreadLane
 from rayzero.layout.model_layout import UnitLayout
-from rayzero.memory.pool import Buffer, BufferPool, MemoryBudget, buffer_bytes
+from rayzero.memory.pool import Buffer, BufferPool, buffer_bytes
 from rayzero.protocol.messages import Contribution
-from rayzero.protocol.store import ParameterStore
 from tests.cuda_driver import OURS, Driver, driver
 from tests.support.waiting import until
 from tests.support.watched_lane import WatchedLane
 
-from .models import Net, fit, oracle, same_bits, seeded, tight
-
 CORES = len(os.sched_getaffinity(0))
 
 __all__ = ["driver"]
-
-
-def adamw(params) -> torch.optim.AdamW:
-    return torch.optim.AdamW(params, lr=1e-3, fused=True)
-
-
-CONFIGS = {
-    "all up": lambda model: ZeroConfig(),
-    "one ahead": lambda model: tight(model, prefetch_buffer_size=1),
-    "none ahead": lambda model: tight(model, async_prefetch=False),
-    "tight": lambda model: tight(model, prefetch_buffer_size=1, spare=0),
-}
-
-
-@pytest.mark.promise("hidden", "optimizers")
-@pytest.mark.parametrize("lands", [True, False])
-@pytest.mark.parametrize("name", CONFIGS)
-def test_weights_are_those_of_plain_torch_however_late_copies_run(
-    name: str, lands: bool, alone: RankContext, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    draws = random.Random(name)
-    made: list[DeviceTransfers] = []
-
-    def delay(direction: str, label: str) -> None:
-        time.sleep(draws.choice((0.0, 0.0, 2e-4, 3e-3)))  # the fault under test
-
-    def transfers(
-        store: ParameterStore, device: torch.device, units: Sequence[UnitLayout], *, pinned: bool
-    ) -> UnitTransfers:
-        staging = BufferPool(budget=MemoryBudget(2 * max(buffer_bytes(unit.size_bytes) for unit in units)), poison=True)
-        if not lands:
-            monkeypatch.setattr(store, "landing", lambda contribution: None)
-        made.append(DeviceTransfers(store, staging, WatchedLane(delay), {}))
-        return made[-1]
-
-    monkeypatch.setattr(importlib.import_module("rayzero.engine.prepare"), "make_transfers", transfers)
-    base = seeded(lambda: Net(num_layers=4))
-    expected, _ = oracle(base, adamw, world_size=1, steps=8)
-    model, optimizer = rayzero.prepare(base, adamw(base.parameters()), CONFIGS[name](base))
-    fit(model, optimizer, range(8))
-    assert same_bits(rayzero.full_state_dict(model), expected)
-    assert {tier for _, tier in made[0].allocated()} == {"ram"}
 
 
 class OneUnit:
@@ -159,23 +108,6 @@ def test_a_gradient_is_announced_once_its_copy_has_run() -> None:
     landed.result(10)
     assert torch.equal(store.pushed[0], store.values)
     carried.close()
-
-
-def test_draining_waits_for_copies_into_the_stores_memory() -> None:
-    unit, store, _ = one_unit()
-    ended: list[str] = []
-
-    def late(direction: str, label: str) -> None:
-        time.sleep(0.05)
-        ended.append(direction)
-
-    carried = DeviceTransfers(store, BufferPool(), WatchedLane(late), {})
-    contribution = Contribution(step=1, attempt=0, rank=0, unit=unit.index, seq=0, presence=b"\x01")
-    carried.push(unit, contribution, [store.values.view(64, 64)])
-    carried.drain()
-    assert ended == ["out"]
-    carried.close()
-    assert torch.equal(store.pushed[0], store.values)
 
 
 def test_staging_is_page_locked_for_the_device_of_the_lane(driver: Driver) -> None:

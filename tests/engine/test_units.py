@@ -75,10 +75,6 @@ def test_a_module_of_exactly_min_unit_bytes_stays_in_the_root() -> None:
     assert "wte" not in names(build_layout(GPT(), min_unit_bytes=100 * 8 * 2, compute_dtype=torch.bfloat16))
 
 
-def test_large_modules_inside_a_block_do_not_split_it() -> None:
-    assert names(build_layout(GPT(), min_unit_bytes=1)) == ["wte", "blocks.0", "blocks.1", "norm", "head"]
-
-
 def test_a_tied_parameter_is_laid_out_once_and_its_other_module_lists_the_unit() -> None:
     plan = build_layout(GPT(tied=True), min_unit_bytes=1000)
     assert names(plan) == ["root", "wte", "blocks.0", "blocks.1"]
@@ -95,49 +91,70 @@ def test_parameters_tied_across_blocks_are_listed_by_both() -> None:
     assert plan.units_of_module["blocks.1"] == (2, 1)
 
 
-def test_lists_inside_a_block_do_not_split_it() -> None:
-    class Experts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.experts = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+class Uses(nn.Module):
+    """Has a forward, and uses what is in its list without calling it."""
 
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.experts[0](x)
-            return out
+    def __init__(self, entries: nn.Module) -> None:
+        super().__init__()
+        self.entries = entries
 
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def holds(**parts: nn.Module) -> nn.Module:
+    """A module without a forward."""
     model = nn.Module()
-    model.layers = nn.ModuleList([Experts(), Experts()])
-    assert names(build_layout(model)) == ["layers.0", "layers.1"]
+    for name, part in parts.items():
+        model.add_module(name, part)
+    return model
 
 
-def test_entries_without_a_forward_are_looked_into() -> None:
-    model = nn.Module()
-    model.stages = nn.ModuleList([nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), nn.ModuleDict({"a": Block(2)})])
-    model.weights = nn.ParameterList([torch.zeros(3)])
-    plan = build_layout(model)
-    assert names(plan) == ["root", "stages.0.0", "stages.0.1", "stages.1.a"]
-    assert params(plan)["root"] == ["weights.0"]
+def linears(count: int) -> list[nn.Module]:
+    return [nn.Linear(2, 2) for _ in range(count)]
 
 
-def test_a_parameter_list_counts_for_the_module_that_uses_it() -> None:
-    class Bank(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weights = nn.ParameterList([torch.zeros(300) for _ in range(2)])
+CUTS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], list[str]]] = {
+    "large modules inside a block do not split it": (
+        GPT,
+        {"min_unit_bytes": 1},
+        ["wte", "blocks.0", "blocks.1", "norm", "head"],
+    ),
+    "nor does a list inside it": (
+        lambda: holds(layers=nn.ModuleList(Uses(nn.ModuleList(linears(3))) for _ in range(2))),
+        {},
+        ["layers.0", "layers.1"],
+    ),
+    "entries without a forward are looked into": (
+        lambda: holds(
+            stages=nn.ModuleList([nn.ModuleList(linears(2)), nn.ModuleDict({"a": Block(2)})]),
+            weights=nn.ParameterList([torch.zeros(3)]),
+        ),
+        {},
+        ["root", "stages.0.0", "stages.0.1", "stages.1.a"],
+    ),
+    "a list of parameters counts for the module that uses it": (
+        lambda: holds(bank=Uses(nn.ParameterList([torch.zeros(300) for _ in range(2)]))),
+        {"min_unit_bytes": 2000},
+        ["bank"],
+    ),
+    "a sequential model is cut into its entries": (
+        lambda: nn.Sequential(*linears(1), nn.ReLU(), *linears(1)),
+        {},
+        ["0", "2"],
+    ),
+    "a module called root is not the root unit": (
+        lambda: holds(root=nn.Linear(4, 4), other=nn.Linear(4, 4)),
+        {"units": lambda name, module: name == "root"},
+        ["<root>", "root"],
+    ),
+}
 
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = x + self.weights[0].sum()
-            return out
 
-    model = nn.Module()
-    model.bank = Bank()
-    plan = build_layout(model, min_unit_bytes=2000)
-    assert (names(plan), plan.modules) == (["bank"], ("bank",))
-
-
-def test_a_sequential_model_is_cut_into_its_entries() -> None:
-    plan = build_layout(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)))
-    assert names(plan) == ["0", "2"]
+@pytest.mark.parametrize("what", CUTS)
+def test_a_model_is_cut(what: str) -> None:
+    build, settings, expected = CUTS[what]
+    assert names(build_layout(build(), **settings)) == expected
 
 
 def test_a_module_registered_twice_is_one_unit() -> None:
@@ -157,14 +174,6 @@ def test_class_names_and_functions_choose_units() -> None:
     nested = build_layout(GPT(layers=1), units=["Block", "LayerNorm"])
     assert params(nested)["blocks.0.norm"] == ["blocks.0.norm.weight", "blocks.0.norm.bias"]
     assert params(nested)["blocks.0"][0] == "blocks.0.mlp.0.weight"
-
-
-def test_a_module_called_root_does_not_clash_with_the_root_unit() -> None:
-    model = nn.Module()
-    model.root = nn.Linear(4, 4)
-    model.other = nn.Linear(4, 4)
-    plan = build_layout(model, units=lambda name, module: name == "root")
-    assert names(plan) == ["<root>", "root"]
 
 
 # ---- dtypes, frozen ---------------------------------------------------------------------------------------------

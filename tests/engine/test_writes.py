@@ -143,25 +143,6 @@ def test_every_way_to_write_is_right_on_one_rank(name: str, config: str) -> None
     assert same_bits(state, plain_run(base, WRITES[name], 1, "before forward"))
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("when", ["before forward", "before step", "between clip and step"])
-def test_writes_of_all_ranks_are_right_wherever_they_come_in_a_step(when: str, world_size: int) -> None:
-    base = seeded(Net)
-    for write in (_clamp_all, _numpy):
-        expected = plain_run(base, write, world_size, when)
-        for state in zero_run(base, write, world_size, when, tight(base, prefetch_buffer_size=1)):
-            assert relative_difference(state, expected) <= 1e-6
-
-
-@pytest.mark.usefixtures("memory")
-@pytest.mark.parametrize("transport", ["grpc", "shm"])
-def test_writes_reach_owners_in_other_places(transport: Transport) -> None:
-    base = seeded(Net)
-    expected = zero_run(base, _clamp_all, 2, "before step", tight(base, prefetch_buffer_size=1))
-    for state in zero_run(base, _clamp_all, 2, "before step", tight(base, prefetch_buffer_size=1), transport):
-        assert same_bits(state, expected[0])
-
-
 def test_masters_of_a_bf16_model_keep_their_precision_where_nothing_was_written() -> None:
     base = seeded(Net)
 
@@ -213,54 +194,7 @@ def test_weights_swapped_for_an_evaluation_and_back_were_not_written() -> None:
     assert same_bits(swapped[0], untouched[0])
 
 
-# ---- frozen parameters ------------------------------------------------------------------------------------------
-
-
-def test_frozen_parameters_can_be_written_and_stay_frozen() -> None:
-    base = seeded(Net)
-    base.layers[1].requires_grad_(False)
-
-    def loop(context: RankContext) -> dict[str, Tensor]:
-        model = copy.deepcopy(base)
-        trained = [p for p in model.parameters() if p.requires_grad]
-        model, optimizer = rayzero.prepare(model, sgd(trained), tight(model, prefetch_buffer_size=1))
-        for step in range(STEPS):
-            _mul(model)
-            token_loss(model, tokens(step, context.rank)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return rayzero.full_state_dict(model)
-
-    expected = plain_run(base, _mul, 2, "before forward")
-    for state in run_ranks(loop, 2, 2):
-        assert relative_difference(state, expected) <= 1e-6
-        assert torch.equal(state["layers.1.up.weight"], base.layers[1].up.weight.detach() * 8)
-
-
 # ---- inside forward ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("config", CONFIGS)
-def test_writing_in_place_inside_forward_is_kept(config: str) -> None:
-    base = seeded(Net)
-
-    def renorm(module: nn.Module, _: Any) -> None:
-        with torch.no_grad():
-            module.up.weight.clamp_(-0.05, 0.05)
-            module.down.bias.add_(0.01)
-
-    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        model.layers[1].register_forward_pre_hook(renorm)
-        fit(model, optimizer, range(STEPS))
-        return model.state_dict()
-
-    plain, model = copy.deepcopy(base), copy.deepcopy(base)
-    expected = train(plain, sgd(plain.parameters()))
-
-    def loop(context: RankContext) -> dict[str, Tensor]:
-        return train(*rayzero.prepare(model, sgd(model.parameters()), CONFIGS[config](model)))
-
-    assert same_bits(run_ranks(loop, 1, 2)[0], expected)
 
 
 @pytest.mark.parametrize("config", CONFIGS)

@@ -102,15 +102,6 @@ def test_every_use_waits(use, held):
     assert not any(away(model))
 
 
-def test_a_copy_of_a_parameter_that_is_away_is_a_plain_one(held):
-    model = net()
-    stepped(model, held)
-    held.let_go()
-    twin = copy.deepcopy(model)
-    assert {type(param) for param in twin.parameters()} == {nn.Parameter}
-    assert equal(weights(twin), weights(model))
-
-
 def test_buckets_are_updated_in_the_order_of_first_use():
     class Backwards(nn.Module):
         def __init__(self) -> None:

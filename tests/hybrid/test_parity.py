@@ -134,34 +134,6 @@ def test_16_bit_parameters_are_updated_through_fp32_masters(dtype, fraction, cli
     assert all(run.bucket.params.dtype is dtype for run in hybrid._runs)
 
 
-# ---- the vectors of Megatron's tests, by fact --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("groups", [False, True])
-@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.AdamW])
-@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("steps", [1, 10])
-def test_convnet_with_gradients_that_are_never_zeroed(steps, overlap, fraction, cls, groups):
-    def made(model: nn.Module):
-        params = list(model.parameters())
-        extra = [{"wd_mult": 1.0, "lr_mult": 1.0}, {"wd_mult": 0.0, "lr_mult": 2.0}]
-        return [{"params": params[:2], **extra[0]}, {"params": params[2:], **extra[1]}] if groups else params
-
-    model, twin = convnet(), convnet()
-    fused = {"fused": True} if cls is torch.optim.AdamW else {}
-    want = train(twin, cls(made(twin), lr=0.01, **fused), steps, zero=False)
-    hybrid = HybridDeviceOptimizer(made(model), fraction, cls, cls, overlap_cpu_optimizer_d2h_h2d=overlap, lr=0.01)
-    assert not hybrid.state
-    assert equal(train(model, hybrid, steps, zero=False), want)
-    assert bool(hybrid.state) is (cls is torch.optim.AdamW)
-    first, last = hybrid._sides._places[0], hybrid._sides._places[4]
-    assert (first[0][1] is not hybrid._sides.device) is (fraction > 0)  # in a bucket
-    assert (last[-1][1] is hybrid._sides.device) is (fraction < 1)
-    if groups:
-        assert [group["lr_mult"] for group in hybrid.param_groups] == [1.0, 2.0]
-
-
 # ---- gradients --------------------------------------------------------------------------------------------------
 
 

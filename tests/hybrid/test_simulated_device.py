@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch import nn
 from rayzero import HybridDeviceOptimizer
 from rayzero.errors import UnsupportedError
 from tests.hybrid.models import backward, equal, net, weights
-from tests.mutated_lane import FOUND, MutatedLane, out_at_once, unchanged
 from tests.support.simulated_lane import SimulatedLane
 
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
@@ -55,23 +53,6 @@ def test_any_schedule_of_copies_gives_equal_weights(seed: int, fraction: float, 
     train(SimulatedLane(seed), fraction, **way)
 
 
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize(
-    ("change", "waits", "way"),
-    [
-        (out_at_once, True, {}),
-        (unchanged, False, {}),
-        (out_at_once, True, {"in_backward": "send"}),
-        (unchanged, False, {"in_backward": "step"}),
-    ],
-)
-def test_a_missing_wait_is_found_with_every_seed(
-    change: Callable[[str, dict[str, Any]], dict[str, Any]], waits: bool, way: dict[str, Any], seed: int
-) -> None:
-    with pytest.raises(FOUND):
-        train(MutatedLane(seed, change, waits), 1.0, **way)
-
-
 @contextmanager
 def stepping(seed: int) -> Iterator[tuple[SimulatedLane, nn.Module, HybridDeviceOptimizer]]:
     """A watched lane, a model that is updated in host memory and has gradients, which are on their way there."""
@@ -80,25 +61,6 @@ def stepping(seed: int) -> Iterator[tuple[SimulatedLane, nn.Module, HybridDevice
         backward(model, 0)
         assert all(run.sends for run in hybrid._runs)
         yield lane, model, hybrid
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_gradients_may_be_dropped_while_they_leave(seed: int) -> None:
-    with stepping(seed) as (lane, _, hybrid):
-        hybrid.zero_grad(set_to_none=True)
-        lane.drain("out")
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_gradients_may_be_overwritten_after_step_before_they_have_left(seed: int) -> None:
-    with stepping(seed) as (_, _, hybrid):
-        begin = threading.Event()
-        hybrid._sides.host._worker.submit(begin.wait)  # so the worker has not waited for them: step() has to
-        try:
-            hybrid.step()
-            hybrid.zero_grad(set_to_none=False)
-        finally:
-            begin.set()
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -408,27 +408,6 @@ def test_sums_of_squares_are_the_written_definition(isa: str, dtype: torch.dtype
     assert struct.pack("d", got) == struct.pack("d", want)
 
 
-@settings(max_examples=min(settings.default.max_examples, 40))
-@given(count=st.integers(0, 5000), start=st.integers(0, 70), ranks=st.integers(1, 17), dtype=st.sampled_from(DTYPES))
-def test_sums_of_squares_are_exact_to_rounding(count: int, start: int, ranks: int, dtype: torch.dtype) -> None:
-    gradients = make_gradients(start + count, ranks, dtype)
-    got = {
-        struct.pack("d", native.NativeSquareSum(isa=isa).parts(gradients, range(ranks), [(start, start + count)])[0])
-        for isa in ISAS
-    }
-    assert len(got) == 1
-    summed = RankSum(max(count, 1)).sum(gradients, range(ranks), start, start + count)
-    want = math.fsum(value * value for value in summed.tolist())
-    assert struct.unpack("d", got.pop())[0] == pytest.approx(want, rel=1e-14)
-
-
-def test_no_number_of_threads_changes_the_sum_of_squares() -> None:
-    count = 9 * native.LEAF + 5
-    gradients = make_gradients(count, 2, torch.bfloat16)
-    sums = {native.NativeSquareSum(threads=threads).parts(gradients, (0, 1), [(0, count)])[0] for threads in (1, 2, 4)}
-    assert len(sums) == 1
-
-
 def test_a_sum_alone_wakes_no_helper_and_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     count = 9 * native.LEAF + 5
     gradients = make_gradients(count, 2, torch.bfloat16)

@@ -447,6 +447,7 @@ CASES: list[Case] = [
 ]
 
 
+@pytest.mark.promise("exact", "accumulation")
 @pytest.mark.spread(16, second=55)
 def test_trains_as_unsharded(case: Case, setting: Setting, check: Callable[[Case, Setting], None]) -> None:
     check(case, setting)
