@@ -94,28 +94,6 @@ def test_a_slab_dir_that_is_not_there_is_refused_in_one_line(rayzero: Callable[.
     assert "zero.slab_dir is '/nowhere': No such file or directory; name a folder in memory" in done.stderr
 
 
-def test_a_plan_counts_the_models_tensors() -> None:
-    here = ["--memory", "10", "--flops", "1"]
-    done = CliRunner().invoke(app, ["plan", *SMALL, *here], catch_exceptions=False)
-    assert re.search(r"^  \d+ tensors of \d+ to [\d,]+ elements, median [\d,]+$", done.stdout, re.MULTILINE)
-
-
-def test_a_plan_says_how_many_files_processes_may_have_open() -> None:
-    options = [
-        "scaling.num_workers=2",
-        "scaling.num_optimizers=1",
-        "--flops",
-        "1",
-        "--memory",
-        "50",
-        "--host-memory",
-        "64GiB",
-    ]
-    said = CliRunner().invoke(app, ["plan", *SMALL, *options], catch_exceptions=False).stdout
-    of_rank, of_owner = files_of_rank(1, 2), files_of_owner(2, 1, 2)
-    assert f"(ulimit -n): {of_rank:,} of a rank, {of_owner:,} of an optimizer actor" in said
-
-
 def test_an_optimizer_without_shards_has_a_line_and_is_counted() -> None:
     options = ["scaling.num_workers=2", "scaling.num_optimizers=1", "--hosts", "2", "--network", "10"]
     options += ["--flops", "1", "--memory", "50", "--host-memory", "64GiB"]
@@ -191,15 +169,6 @@ def test_a_run_that_cannot_fit_is_refused_after_its_sums(rayzero: Callable[..., 
     assert "bytes of each GPU" in done.stdout
     assert "a rank needs" in done.stderr
     assert "on its GPU, which has 1 MiB" in done.stderr
-
-
-def test_a_pattern_of_activations_that_matches_nothing_is_named_as_the_setting(rayzero: Callable[..., Ended]) -> None:
-    done = rayzero('zero.offload_activations=["layers.*"]')
-    assert done.returncode == 2
-    assert done.stderr == (
-        "rayzero: offload_activations: 'layers.*' matches no submodule of GPT "
-        "(see docs/reference/errors.md#configerror)\n"
-    )
 
 
 GPUS = [

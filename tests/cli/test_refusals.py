@@ -275,11 +275,6 @@ def test_resume_refuses_a_damaged_checkpoint(trained):
     manifest.write_text(json.dumps(described | {"sha256": "0" * 64}))
     resume = ["train", "--resume", "--run-dir", "runs/r", "--steps", "4"]
     assert "manifest.json is damaged: it says its hash is 000000000000" in refused(*resume, cwd=trained)
-    manifest.write_text(json.dumps(described))
-    os.truncate(checkpoint / "owner-000.safetensors", 100)
-    assert "owner-000.safetensors has 100 bytes, but the manifest says" in refused(*resume, cwd=trained)
-    (checkpoint / "owner-000.safetensors").unlink()
-    assert "owner-000.safetensors is missing" in refused(*resume, cwd=trained)
 
 
 def test_resume_refuses_another_model_and_a_run_that_is_done(trained):

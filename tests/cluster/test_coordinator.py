@@ -29,10 +29,6 @@ def read_of(*batches: list[Report]) -> list[list[int]]:
     return asyncio.run(read())
 
 
-def test_reports_are_read_once() -> None:
-    assert read_of([Report(rank=0, step=0), Report(rank=0, step=1)], [Report(rank=1)]) == [[0, 1, 0], []]
-
-
 def test_unread_reports_are_bounded(monkeypatch) -> None:
     monkeypatch.setattr(coordinator, "REPORTS_KEPT", 3)
     assert read_of([Report(rank=0, step=step) for step in range(5)]) == [[2, 3, 4], []]

@@ -146,31 +146,24 @@ def test_what_a_killed_driver_leaves_is_removed_once_its_processes_are_gone(driv
 
 
 @pytest.mark.thorough
-def test_a_driver_whose_pipe_has_ended_may_still_be_dying(driver):
-    """The kernel closes a process's files before it says that the process has ended."""
-    assert driver.asked("end the pipe") == "ended"
-    assert still_there([driver.janitor], timeout_s=1.0) != []
-    driver.kill()
-    assert driver.everything_goes_with_the_owner()
-
-
-@pytest.mark.thorough
-def test_a_child_that_a_killed_driver_forked_keeps_nothing_alive(driver):
-    """It has the driver's end of the pipe, which thus stays open."""
-    child = int(driver.asked("fork"))
+@pytest.mark.parametrize(
+    "before",
+    [
+        "end the pipe",  # the kernel closes a process's files before it says that the process has ended
+        "fork",  # a child has the driver's end of the pipe, which thus stays open
+        "half a line",  # the last whole one counts
+    ],
+)
+def test_whatever_has_become_of_the_pipe_of_a_killed_driver_its_owner_is_waited_for(driver, before):
+    told = driver.asked(before)
     try:
+        assert still_there([driver.janitor], timeout_s=1.0) != []
         driver.kill()
+        assert still_there([driver.janitor], timeout_s=1.0) != [], "its owner lives"
         assert driver.everything_goes_with_the_owner()
     finally:
-        os.kill(child, signal.SIGKILL)
-
-
-@pytest.mark.thorough
-def test_a_line_that_a_killed_driver_did_not_finish_leaves_the_last_whole_one(driver):
-    assert driver.asked("half a line") == "written"
-    driver.kill()
-    assert still_there([driver.janitor], timeout_s=1.0) != [], "its owner lives"
-    assert driver.everything_goes_with_the_owner()
+        if before == "fork":
+            os.kill(int(told), signal.SIGKILL)
 
 
 def test_processes_that_stay_are_killed(owner, tmp_path):

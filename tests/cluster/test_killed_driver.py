@@ -65,12 +65,9 @@ class Runs:
 
 
 @pytest.fixture
-def runs(tmp_path: Path) -> Iterator[Runs]:
-    with (
-        tempfile.TemporaryDirectory(prefix="rz", dir="/tmp") as ray_files,  # short: sockets have their path there
-        tempfile.TemporaryDirectory(prefix="test-", dir=SHARED_MEMORY) as slabs,  # which no other test's runs sweep
-    ):
-        yield Runs(tmp_path, ray_files, slabs)
+def runs(tmp_path: Path, ray_files: Path) -> Iterator[Runs]:
+    with tempfile.TemporaryDirectory(prefix="test-", dir=SHARED_MEMORY) as slabs:  # which no other test's runs sweep
+        yield Runs(tmp_path, str(ray_files), slabs)
         assert os.listdir(slabs) == []
 
 

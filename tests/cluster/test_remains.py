@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from slabs.test_hold import leave
 
 from rayzero.cluster import run_actors
 from rayzero.cluster.janitor import Remains, leaving_nothing
+from rayzero.cluster.run import Member
 from rayzero.cluster.run_actors import RunActors
 from rayzero.slabs.sweep import Hold
 
@@ -49,14 +52,19 @@ def test_the_janitor_is_released_also_where_what_follows_raises(tmp_path: Path) 
         pass
 
 
-def test_the_end_of_a_run_removes_what_its_killed_processes_have_left(
+def test_where_ray_is_gone_the_end_of_a_run_ends_its_processes_and_removes_what_killed_ones_have_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until then the driver's janitor holds it for their successors."""
     monkeypatch.setattr(run_actors, "ray_answers", lambda: False)
     actors = RunActors("r", SimpleNamespace(plan=None), None)  # type: ignore[arg-type]
     killed, hold = leave(tmp_path, "one"), Hold(tmp_path, "one")
-    actors._share = tmp_path
-    actors.local.janitor = hold  # type: ignore[assignment]
-    actors.end(politely=False)
+    with subprocess.Popen(["sleep", "600"]) as process:
+        try:
+            actors.local.find({"rank 0": Member(who="rank 0", pid=process.pid, node="n", host="h")}, "n")
+            actors._share, actors.local.janitor = tmp_path, hold  # type: ignore[assignment]
+            actors.end(politely=False)
+            assert not psutil.pid_exists(process.pid)
+        finally:
+            process.kill()
     assert not killed.exists()

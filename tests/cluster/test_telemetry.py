@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import time
 import urllib.request
 from collections.abc import Mapping
@@ -152,6 +151,7 @@ def test_discovery_tells_of_every_process_with_its_labels(seen) -> None:
         {"run": "demo", "role": "rank", "node": node, "rank": "0"},
         {"run": "demo", "role": "rank", "node": node, "rank": "1"},
     ]
+    assert {name for each in labels for name in each} == set(names.TARGET_LABELS)
     assert all(group["targets"][0].startswith("127.0.0.1:") for group in seen.discovered)
 
 
@@ -380,16 +380,6 @@ def test_a_run_that_is_over_is_refused_and_its_own_trace_named(seen) -> None:
 
 
 # ---- other runs
-
-
-@pytest.mark.thorough
-def test_a_port_that_is_taken_ends_the_start_with_one_line(trainer, nothing_left, tmp_path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(
-            ConfigError, match=f"telemetry of coordinator cannot listen on 127.0.0.1:{port}: Address al"
-        ):
-            trainer(train, {}, run={"telemetry": TelemetryConfig(port=port)}).fit()
 
 
 @pytest.mark.thorough

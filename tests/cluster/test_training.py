@@ -71,16 +71,6 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(trainer, nothing_left, t
 
 
 @pytest.mark.thorough
-def test_owners_beside_the_ranks_learn_the_same(trainer, nothing_left, tmp_path):
-    config, scaling = ZeroConfig(offload_fraction=0.4), {"num_optimizers": 1}
-    result = trainer(train, {"first": 0, "steps": 3}, zero_config=config, scaling=scaling).fit()
-    assert len(read_record(tmp_path / "demo")["addresses"]) == 3  # of an optimizer actor and of two ranks
-    learnt = load_file(result.path / "weights.safetensors")
-    for name, expected in unsharded(3).items():
-        torch.testing.assert_close(learnt[name], expected, rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.thorough
 @pytest.mark.parametrize("who", ["optimizer 1", "rank 1"])
 def test_a_killed_process_is_named_though_the_others_only_see_a_broken_link(trainer, nothing_left, tmp_path, who):
     def kill(one):
