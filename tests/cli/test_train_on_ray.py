@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
-import ssl
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +12,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from cryptography import x509
-from safetensors.torch import load_file
 
 from rayzero.checkpoint import CheckpointReader
 from rayzero.engine.units.partition import build_layout
@@ -126,26 +122,10 @@ def layout_bytes(recipe: RecipeConfig) -> int:
     return sum(unit.size_bytes for unit in plan.layout.units)
 
 
-def test_status_and_export_of_a_finished_run(whole):
-    described = json.loads(finish("status", "a", "--json", cwd=whole))
-    assert (described["state"], described["last"]["step"], described["steps"]) == ("finished", STEPS, STEPS)
-    assert [Path(path).name for path in described["checkpoints"]] == ["step-000015", "step-000030", "step-000040"]
-    assert described["checkpoint"] == described["checkpoints"][-1]
-    assert [who["who"] for who in described["members"]] == ["optimizer 0", "optimizer 1", "rank 0", "rank 1"]
-    assert len(described["addresses"]) == 2
-    assert described["plan"] == read_plan(whole / "runs" / "a")
-    assert {rank: metrics["step"] for rank, metrics in described["metrics"].items()} == {"0": STEPS, "1": STEPS}
-    assert f"step        {STEPS} of {STEPS}" in finish("status", cwd=whole)
-    finish("export", "runs/a", "out", cwd=whole)
-    model = build_model(load_recipe(whole / "runs" / "a" / "config.yaml"), 256)
-    model.load_state_dict(load_file(whole / "out" / "model.safetensors"), strict=True)
-
-
 class Resumed(NamedTuple):
     run: Path
     moved_before: dict[tuple[str, str], float]  # bytes, by transport and direction, until it was stopped
     said: str  # by the command that resumed it
-    shown: list[str]  # the names in the owners' certificates
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +138,6 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Resumed:
     for line in process.stdout:
         if line.startswith("step 16/"):
             break
-    shown = list(map(name_shown, json.loads((folder / "runs/b/run.json").read_text())["addresses"]))
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=100)
     assert process.returncode == 130, err
@@ -166,21 +145,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Resumed:
     run = folder / "runs" / "b"
     moved = bytes_moved(run)
     said = finish("train", "--resume", "--run-dir", "runs/b", "--optimizers", "3", cwd=folder)
-    return Resumed(run, moved, said, shown)
-
-
-def name_shown(address: str) -> str:
-    """The name in a server's certificate."""
-    host, _, port = address.rpartition(":")
-    shown = x509.load_pem_x509_certificate(ssl.get_server_certificate((host, int(port)), timeout=20).encode())
-    (name,) = shown.extensions.get_extension_for_class(x509.SubjectAlternativeName).value.get_values_for_type(
-        x509.DNSName
-    )
-    return str(name)
-
-
-def test_owners_show_the_certificate_of_an_owner(resumed):
-    assert resumed.shown == ["owner.rayzero"] * 2
+    return Resumed(run, moved, said)
 
 
 def test_stopped_by_ctrl_c_and_resumed_with_other_owners_over_grpc_the_hash_is_the_same(whole, resumed):

@@ -216,15 +216,6 @@ def test_reports_that_came_after_the_open_call_was_answered_are_told() -> None:
     assert steps == [0, 1, 2]
 
 
-def test_the_record_says_stopped_before_any_actor_is_asked_for_anything() -> None:
-    told: list[tuple[RunState, list[RunState]]] = []
-    actors, journal = EndedRun([]), Journal(state=RunState.RUNNING)
-    record = record_that(lambda: told.append((journal.state, list(actors.moves))))
-    Follower(actors, journal, asked(record=record)).take_down(RunState.STOPPED, "interrupted")  # type: ignore[arg-type]
-    assert told[0] == (RunState.STOPPED, [])
-    assert actors.moves == [RunState.STOPPED]
-
-
 def test_ray_is_gone_where_nobody_listens_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         context = SimpleNamespace(gcs_address=f"127.0.0.1:{server.getsockname()[1]}")

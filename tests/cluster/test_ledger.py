@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from telemetry.exposed import get, series_of
 from torch import nn
 
 import rayzero.engine as engine
@@ -26,8 +27,6 @@ from rayzero.plan.work import measure_work
 from rayzero.recipes.plan_check import compare_bytes
 from rayzero.telemetry.names import MEMORY_BYTES, PROCESS_MEMORY_BYTES
 from rayzero.telemetry.scrape import Scrape, Target, scrape
-
-from .test_telemetry import get, series_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300), pytest.mark.thorough]
 
@@ -169,7 +168,7 @@ def planned() -> RunBytes:
         Hosts(),
         state_bytes=8,
         splits=False,
-        programs=Programs(rank=0, owner=0, coordinator=0, files=0),
+        programs=NOTHING,
         measures_norms=True,
     )
 

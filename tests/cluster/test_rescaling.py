@@ -223,19 +223,13 @@ def test_more_owners_than_a_process_may_connect_to_are_refused_before_any_starts
     assert not run.open
 
 
-def test_an_owner_that_may_open_too_few_files_does_not_join(run: Run) -> None:
-    run.actors.limits[3, ("optimizer 2",)] = "it may have too few files open"
-    run.scale(3)
+def test_an_owner_that_may_open_too_few_files_does_not_join_and_no_other_is_awaited(run: Run) -> None:
+    run.actors.limits[4, ("optimizer 2",)] = "it may have too few files open"
+    run.scale(4)
     run.come_up(2, Trial())
     assert [one.failed for one in run.outcomes] == ["optimizer 2: it may have too few files open"]
     assert run.actors.ended == 1
     assert "watch of optimizer 2" not in run.processes.calls
-
-
-def test_of_a_change_that_is_refused_no_process_is_awaited(run: Run) -> None:
-    run.actors.limits[4, ("optimizer 2",)] = "it may have too few files open"
-    run.scale(4)
-    run.come_up(2, Trial())
     assert run.open == []
 
 

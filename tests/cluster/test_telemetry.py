@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import re
 import time
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
+from telemetry.exposed import Series, get, series_of
 from telemetry.web_configs import HASH, TestAuthority, written
 from typer.testing import CliRunner
 
@@ -40,17 +39,6 @@ KEPT = 6  # of which a trace is left
 RANKS, OWNERS = ("rank 0", "rank 1"), ("optimizer 0", "optimizer 1")
 UNITS = ("blocks.0", "blocks.1", "blocks.2", "root")  # the head is the root's: its forward is the whole one
 ONE_EACH = {"threads_per_worker": 1, "threads_per_optimizer": 1, "cpus_per_worker": 1, "cpus_per_optimizer": 1}
-Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
-
-
-def get(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=30) as answer:
-        return answer.read().decode()
-
-
-def series_of(text: str) -> Series:
-    families = text_string_to_metric_families(text)
-    return {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
 
 
 def train(config: Mapping[str, Any]) -> None:
@@ -167,14 +155,6 @@ def test_the_live_page_shows_the_run(seen) -> None:
     assert {row["who"]: row["host"] for row in live["ranks"] + live["owners"]} == hosts
 
 
-def test_the_record_and_status_have_the_same_targets(seen) -> None:
-    telemetry = json.loads((seen.storage / "demo" / "run.json").read_text())["telemetry"]
-    assert telemetry == seen.status["telemetry"]
-    assert [(t["address"], t["labels"]) for t in telemetry["targets"]] == [
-        (group["targets"][0], group["labels"]) for group in seen.discovered
-    ]
-
-
 def test_a_prometheus_that_was_configured_once_finds_the_run_while_it_lasts(seen) -> None:
     assert [path.name.startswith("demo.") for path in seen.announced] == [True]
     assert list((seen.storage / ".targets").iterdir()) == []
@@ -287,21 +267,6 @@ def slices_of(events: list[dict[str, Any]]) -> list[Slice]:
 @pytest.fixture(scope="module")
 def slices(seen: Seen) -> list[Slice]:
     return slices_of(json.loads((seen.result.path / "trace.json").read_text())["traceEvents"])
-
-
-def test_every_event_is_what_the_trace_event_format_asks_for(seen) -> None:
-    for event in json.loads((seen.result.path / "trace.json").read_text())["traceEvents"]:
-        assert isinstance(event["pid"], int)
-        assert isinstance(event["tid"], int)
-        assert isinstance(event["name"], str)
-        if event["ph"] == "X":
-            assert event["ts"] >= 0
-            assert event["dur"] >= 0
-        else:
-            assert event["ph"] == "M"
-            known = {"process_name", "process_labels", "process_sort_index", "thread_name", "thread_sort_index"}
-            assert event["name"] in known
-            assert event["args"]
 
 
 def test_every_process_has_its_lanes_and_every_kept_step_is_in_them(slices) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from telemetry.exposed import rank_settings
+from telemetry.exposed import get, rank_settings
 from telemetry.strange_servers import drip, served_by
 
 from rayzero.cluster.files import tracing
@@ -21,8 +21,6 @@ from rayzero.telemetry.http import Page
 from rayzero.telemetry.metric import Role
 from rayzero.telemetry.recorder import MemoryRecorder
 from rayzero.telemetry.scrape import Target, service_discovery
-
-from .test_telemetry import get
 
 
 def record_of(folder: Path, **other: Any) -> Path:

@@ -91,11 +91,31 @@ def loaded(kind: type[PreTrainedModel], folder: Path) -> PreTrainedModel:
     return model
 
 
+SOURCES: Mapping[str, Callable[[nn.Module, Path], object]] = {
+    "folder": lambda model, folder: saved_by_transformers(model, folder),
+    "mapping": lambda model, folder: published_by(model, folder),
+    "stream": lambda model, folder: rayzero.Weights(iter(published_by(model, folder).items())),
+    "stream, backwards": lambda model, folder: iter(list(published_by(model, folder).items())[::-1]),
+    "mapping of its own names": lambda model, folder: model.state_dict(),
+    "stream of its own names": lambda model, folder: ((key, value) for key, value in model.state_dict().items()),
+}
+
+
+def saved_by_transformers(model: nn.Module, folder: Path) -> Path:
+    model.save_pretrained(folder, max_shard_size="100KB")
+    return folder
+
+
+def published_by(model: nn.Module, folder: Path) -> dict[str, Tensor]:
+    model.save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("name", MODELS)
-def test_what_transformers_saved_starts_a_model(name: str, tmp_path: Path) -> None:
+def test_what_transformers_published_starts_a_model(name: str, source: str, tmp_path: Path) -> None:
     model = filled(MODELS[name]())
-    model.save_pretrained(tmp_path, max_shard_size="100KB")
-    require_equal(started(empty(MODELS[name]), tmp_path), model.state_dict())
+    require_equal(started(empty(MODELS[name]), SOURCES[source](model, tmp_path)), model.state_dict())
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -148,32 +168,6 @@ def test_what_save_pretrained_of_ours_wrote_starts_a_model(tmp_path: Path) -> No
     save_pretrained(prepared, tmp_path)
     require_weights(empty(mixtral), str(tmp_path))  # what a recipe with init_from asks first
     require_equal(started(empty(mixtral), tmp_path), expected)
-
-
-def test_a_mapping_of_published_names_starts_a_model_and_so_do_the_models_own(tmp_path: Path) -> None:
-    model = filled(mixtral())
-    model.save_pretrained(tmp_path)
-    published: dict[str, Tensor] = {}
-    with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        published = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    require_equal(started(empty(mixtral), published), model.state_dict())
-    require_equal(started(empty(mixtral), model.state_dict()), model.state_dict())
-
-
-def published_by(model: nn.Module, folder: Path) -> dict[str, Tensor]:
-    model.save_pretrained(folder)
-    return load_file(folder / "model.safetensors")
-
-
-@pytest.mark.parametrize("order", ["saved", "backwards"])
-@pytest.mark.parametrize("name", MODELS)
-def test_a_stream_of_published_names_starts_a_model(name: str, order: str, tmp_path: Path) -> None:
-    model = filled(MODELS[name]())
-    tensors = list(published_by(model, tmp_path).items())
-    stream = iter(tensors if order == "saved" else tensors[::-1])
-    require_equal(started(empty(MODELS[name]), rayzero.Weights(stream)), model.state_dict())
-    own = ((key, value) for key, value in model.state_dict().items())
-    require_equal(started(empty(MODELS[name]), own), model.state_dict())
 
 
 def test_a_stream_without_strict_loses_no_published_name(tmp_path: Path) -> None:
@@ -301,10 +295,7 @@ def test_an_operation_that_computes_is_refused_by_name_both_ways(
 
 
 def test_experts_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
-    model = filled(mixtral())
-    model.save_pretrained(tmp_path)
-    with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        published = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    published = published_by(filled(mixtral()), tmp_path)
     expert = "model.layers.0.block_sparse_moe.experts.1.w1.weight"
     with pytest.raises(CheckpointError, match=r"gate_up_proj' cannot be made by transformers' MergeModulelist"):
         started(empty(mixtral), published | {expert: torch.zeros(3, 3)})
