@@ -35,6 +35,7 @@ from rayzero.recipes.recipe import RecipeConfig
 from rayzero.testing import run_ranks
 
 PUBLIC = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, RayZeroError)]
+FINISHED = {"run": "r", "state": "finished", "started_at": 1.0, "driver": {"pid": 1, "host": "h"}}
 SMALL = ["dim=16", "num_layers=1", "num_heads=2", "seq_len=16", "batch_size=2", "eval_batches=1"]
 
 
@@ -377,8 +378,7 @@ def test_status_names_a_broken_record_and_no_broken_checkpoint(trained):
     (run / "run.json").write_text("{}")
     assert "run.json is not a run's record" in refused("status", "r", cwd=trained)
     assert "run.json is not a run's record" in refused("status", cwd=trained)
-    record = {"run": "r", "state": "finished", "started_at": 1.0, "driver": {"pid": 1, "host": "h"}}
-    (run / "run.json").write_text(json.dumps(record))
+    (run / "run.json").write_text(json.dumps(FINISHED))
     whole = json.loads(rayzero("status", "r", "--json", cwd=trained).out)
     assert whole["checkpoint"].endswith("step-000002")
     broken = run / "checkpoints" / "step-000009"
@@ -393,8 +393,7 @@ def test_status_names_a_broken_record_and_no_broken_checkpoint(trained):
 def test_status_shows_what_a_loop_of_the_users_reports(tmp_path):
     run = tmp_path / "runs" / "r"
     run.mkdir(parents=True)
-    record = {"run": "r", "state": "finished", "started_at": 1.0, "driver": {"pid": 1, "host": "h"}}
-    (run / "run.json").write_text(json.dumps(record))
+    (run / "run.json").write_text(json.dumps(FINISHED))
     log = MetricsLog(run)
     log.add([Report(rank=rank, step=12, metrics={"loss": 2.0 + rank, "accuracy": 0.5}) for rank in (0, 1)])
     log.add([Report(rank=0, step=12, metrics={"phase": "evaluated", "norm": float("nan")})])

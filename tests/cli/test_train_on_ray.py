@@ -124,7 +124,6 @@ def layout_bytes(recipe: RecipeConfig) -> int:
 
 class Resumed(NamedTuple):
     run: Path
-    moved_before: dict[tuple[str, str], float]  # bytes, by transport and direction, until it was stopped
     said: str  # by the command that resumed it
 
 
@@ -143,9 +142,8 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Resumed:
     assert process.returncode == 130, err
     assert f"continue with: rayzero train --resume --run-dir {folder}/runs/b" in err
     run = folder / "runs" / "b"
-    moved = bytes_moved(run)
     said = finish("train", "--resume", "--run-dir", "runs/b", "--optimizers", "3", cwd=folder)
-    return Resumed(run, moved, said)
+    return Resumed(run, said)
 
 
 def test_stopped_by_ctrl_c_and_resumed_with_other_owners_over_grpc_the_hash_is_the_same(whole, resumed):
@@ -160,18 +158,6 @@ def test_the_summary_of_a_resumed_run_sets_what_was_trained_since_beside_its_sec
         rf"trained    {steps} steps, {256 * steps:,} tokens, \d+ s \(in all 40 steps, 10,240 tokens\); validation loss"
     )
     assert re.search(said, resumed.said), resumed.said
-
-
-def test_the_bytes_that_grpc_carried_are_those_of_the_arithmetic(resumed):
-    """Between hosts every rank fetches each unit once a version (all of them fit), and pushes each one once a step. The
-    resumed run has its initial weights from the checkpoint."""
-    steps = STEPS - int(re.search(r"40 steps from step (\d+)", resumed.said)[1])
-    moved, model_bytes = bytes_moved(resumed.run), layout_bytes(load_recipe(resumed.run / "config.yaml"))
-    assert resumed.moved_before.keys() == {("grpc", "load"), ("grpc", "push"), ("grpc", "fetch")}
-    assert resumed.moved_before["grpc", "load"] == model_bytes
-    assert moved.keys() == {("grpc", "push"), ("grpc", "fetch")}
-    assert moved["grpc", "push"] == 2 * steps * model_bytes
-    assert 2 * steps * model_bytes <= moved["grpc", "fetch"] <= 2 * (steps + 1) * model_bytes
 
 
 def outcome(run: Path) -> tuple[str, list[tuple[int, float, int]]]:

@@ -14,12 +14,10 @@ from typing import Any
 
 import pytest
 from telemetry.exposed import Series, get, series_of
-from telemetry.web_configs import HASH, TestAuthority, written
 from typer.testing import CliRunner
 
 from rayzero.cli import app
 from rayzero.cluster.driver import Result, ZeroTrainer
-from rayzero.cluster.files.key_files import VIEWER_FILE, read_viewer
 from rayzero.cluster.files.run_record import run_status
 from rayzero.cluster.files.tracing import trace_run
 from rayzero.cluster.run import Report
@@ -28,7 +26,6 @@ from rayzero.engine.context import get_context, report
 from rayzero.errors import ConfigError
 from rayzero.telemetry import names
 from rayzero.telemetry.metric import Kind, Metric, Role
-from rayzero.telemetry.scrape import discover, scrape
 
 from .tiny import tiny_steps
 
@@ -345,34 +342,6 @@ def test_a_run_that_is_over_is_refused_and_its_own_trace_named(seen) -> None:
 
 
 # ---- other runs
-
-
-@pytest.mark.thorough
-def test_a_protected_run_is_read_by_its_own_tools_and_not_by_others(trainer, nothing_left, tmp_path) -> None:
-    """Over TLS, with a password; ``rayzero top`` and ``rayzero trace`` ask as they do here."""
-    TestAuthority(tmp_path).issue("server")
-    web = f"tls_server_config: {{cert_file: server.pem, key_file: server.key}}\nbasic_auth_users: {{reader: {HASH}}}\n"
-    looks = []
-
-    def look(one: Report) -> None:
-        if one.metrics["step"] == 5 and not looks:
-            folder = tmp_path / "demo"
-            record, viewer = run_status(folder), read_viewer(folder)
-            targets = discover(record["telemetry"]["http_sd"], timeout_s=30, viewer=viewer)
-            told = [one.error for one in scrape(targets, timeout_s=30, viewer=viewer).processes]
-            strangers = [one.error for one in scrape(targets, timeout_s=30).processes]
-            looks.append((targets, told, strangers, trace_run(folder, 0.1)))
-            (tmp_path / "looked").touch()
-
-    protected = {"telemetry": TelemetryConfig(web_config=written(tmp_path, web))}
-    config = {"steps": 5, "looked": str(tmp_path / "looked")}
-    trainer(train, config, run=protected, on_report=look).fit()
-    targets, told, strangers, traced = looks[0]
-    assert [target.scheme for target in targets] == ["https"] * 5
-    assert told == [None] * 5
-    assert all(str(error).startswith("TLS: ") for error in strangers)
-    assert traced.keys() == {"rank 0", "rank 1", "optimizer 0", "optimizer 1"}
-    assert not (tmp_path / "demo" / VIEWER_FILE).exists()
 
 
 @pytest.mark.thorough

@@ -111,7 +111,6 @@ def test_kuberay_takes_the_manifest(path: Path) -> None:
     ("place", "name", "value", "wrong"),
     [
         (("workerGroupSpecs", 0), "replica", 2, "$.spec.rayClusterSpec.workerGroupSpecs[0]"),
-        (("workerGroupSpecs", 0), "replicas", "two", "$.spec.rayClusterSpec.workerGroupSpecs[0].replicas"),
         (
             ("headGroupSpec", "template", "spec", "containers", 0),
             "imagePolicy",

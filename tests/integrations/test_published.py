@@ -1,4 +1,5 @@
-"""Checkpoints with the names that transformers publishes: they start our models, and ours become such."""
+"""Checkpoints with the names that transformers publishes: they start our models, and ours become such. A follower gives
+those of an export."""
 
 from __future__ import annotations
 
@@ -22,12 +23,16 @@ from transformers import (
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
 import rayzero
+from rayzero import ZeroConfig
 from rayzero.convert.conversion import convert
 from rayzero.convert.translation import with_model_names
 from rayzero.convert.weights import declare_weight
+from rayzero.engine.context import RankContext
 from rayzero.engine.start.initial_values import require_weights
 from rayzero.errors import CheckpointError, ConfigError, UnsupportedError
 from rayzero.integrations.transformers import Trainer, save_pretrained
+from rayzero.testing import run_ranks
+from tests.support import needs
 
 from .zoo import llama, mixtral, qwen3, vit
 
@@ -325,3 +330,37 @@ def test_the_best_checkpoint_comes_back_whole(tmp_path: Path) -> None:
     again = Trainer(model=mixtral(), args=args)
     again._load_from_checkpoint(str(tmp_path / "best"))
     require_equal(again.model.state_dict(), best.state_dict())
+
+
+# ---- a follower -----------------------------------------------------------------------------------------------------
+
+
+@needs.shared_memory
+@pytest.mark.spread(2)
+@pytest.mark.parametrize("build", [mixtral, qwen3, vit, llama], ids=["experts", "tied", "renamed", "as they are"])
+def test_a_version_has_the_names_shapes_and_bits_of_its_export(build: Callable[[], nn.Module], tmp_path: Path) -> None:
+    base, target = build(), build().bfloat16()
+    assert isinstance(base, PreTrainedModel)
+    base.config.save_pretrained(tmp_path)
+
+    def train(context: RankContext) -> None:
+        model, optimizer = rayzero.prepare(
+            base, torch.optim.SGD(base.parameters(), lr=0.1), ZeroConfig(precision="bf16", shard_bytes="32KiB")
+        )
+        sum(parameter.float().square().sum() for parameter in model.parameters()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        rayzero.save_checkpoint(optimizer, tmp_path / "step-1")
+        convert(tmp_path / "step-1", tmp_path / "hf", dtype=torch.bfloat16)
+        exported = load_file(tmp_path / "hf" / "model.safetensors")
+        follower = rayzero.follow(context.run, config=tmp_path / "config.json")
+        followed = dict(follower.read(1))
+        assert followed.keys() == exported.keys() == follower.declared.keys()
+        for name, tensor in exported.items():
+            assert followed[name].dtype == tensor.dtype, name
+            assert torch.equal(followed[name], tensor), name
+        assert follower.into(target) == 1  # under the names of its parameters
+        whole = rayzero.full_state_dict(model)
+        assert all(torch.equal(tensor, whole[name].bfloat16()) for name, tensor in target.named_parameters())
+
+    run_ranks(train, 1, 2, "shm")
