@@ -110,6 +110,15 @@ def report(step: int) -> Report:
     return Report(rank=0, metrics={"step": step})
 
 
+def test_reports_arrive_in_order_and_close_sends_the_rest():
+    arrived: list[Report] = []
+    channel = ReportChannel(arrived.extend)
+    for step in range(100):
+        channel.put(report(step))
+    channel.close(timeout_s=10)
+    assert [r.metrics["step"] for r in arrived] == list(range(100))
+
+
 def test_a_loop_far_ahead_of_the_receiver_waits():
     sending, let_go = threading.Event(), threading.Event()
     arrived: list[Report] = []
