@@ -245,6 +245,18 @@ def test_a_parameter_that_the_checkpoint_lacks_is_named(checkpoint: Path) -> Non
         prepared(model)
 
 
+def test_states_of_a_generic_optimizer_must_be_the_same(tmp_path: Path) -> None:
+    """The class creates them itself, so they are known only once it has."""
+    with running_in(RankContext()):
+        model = mlp()
+        optimizer = prepared(model, torch.optim.SGD)
+        one_step(model, optimizer)
+        rayzero.save_checkpoint(optimizer, tmp_path / "ck", {})
+    message = r"states \[\] of '0.*', but this run keeps \['momentum_buffer'\]"
+    with running_in(RankContext(resume=tmp_path / "ck")), pytest.raises(CheckpointError, match=message):
+        prepared(mlp(), torch.optim.SGD, momentum=0.9)
+
+
 def test_options_and_groups_may_differ(checkpoint: Path) -> None:
     with running_in(RankContext(resume=checkpoint)):
         model = mlp()
