@@ -298,6 +298,8 @@ def test_export_writes_a_file_and_refuses_to_write_over_it(trained):
     assert rayzero("export", "runs/r", "named.bin", cwd=trained).code == 0
     assert rayzero("export", "runs/r", "v1.2", cwd=trained).code == 0
     assert (trained / "v1.2" / "model.safetensors").is_file()
+    os.truncate(trained / "runs" / "r" / "checkpoints" / "step-000002" / "rank-0000.safetensors", 5)
+    assert "rank-0000.safetensors has 5 bytes" in refused("export", "runs/r", "out2", cwd=trained)
 
 
 def test_convert_writes_a_folder_and_refuses_what_is_there(trained):
