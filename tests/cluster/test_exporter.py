@@ -66,6 +66,12 @@ def test_what_a_page_counts_is_of_one_moment_however_long_its_gauges_take(record
     assert found["rayzero_tokens_total", ()] == 128 * found["rayzero_step_seconds_count", ()]
 
 
+def test_counters_of_the_role_are_zero_before_they_are_counted(exporter) -> None:
+    found = served(exporter)
+    assert found["rayzero_tokens_total", ()] == 0
+    assert ("rayzero_optimizer_params_total", ()) not in found, "another role's"
+
+
 def test_a_port_that_is_taken_is_one_clear_line(recorder, exporter) -> None:
     port = int(exporter.address.rpartition(":")[2])
     with pytest.raises(ConfigError) as refused:
