@@ -113,15 +113,18 @@ def test_one_checkpoints_leftovers_are_swept_alone(written, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [".best.tmp"]
 
 
-@pytest.mark.parametrize("state", ["tmp", "taken", "replaced"])
-def test_a_name_that_saves_stage_their_files_under_is_refused(tmp_path, state):
-    with pytest.raises(CheckpointError, match=r"\.final\.\w+: names of this form .*; name a new directory"):
-        check_target(tmp_path / f".final.{state}")
+STAGED = r"\.final\.\w+: names of this form .*; name a new directory"
+NO_NAME = r"cannot save to '.*a\\\w+.*': no file can have this name; name a new dir"
 
 
-@pytest.mark.parametrize("name", ["a\0b", "a\0b/c", "a\ud800"])
-def test_a_name_that_no_file_can_have_is_refused(tmp_path, name):
-    with pytest.raises(
-        CheckpointError, match=r"cannot save to '.*a\\\w+.*': no file can have this name; name a new dir"
-    ):
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        *((f".final.{state}", STAGED) for state in ("tmp", "taken", "replaced")),
+        *((name, NO_NAME) for name in ("a\0b", "a\0b/c", "a\ud800")),
+    ],
+    ids=ascii,
+)
+def test_a_name_that_saves_stage_their_files_under_or_no_file_can_have_is_refused(tmp_path, name, said):
+    with pytest.raises(CheckpointError, match=said):
         check_target(tmp_path / name)

@@ -246,6 +246,7 @@ def test_a_parameter_that_the_checkpoint_lacks_is_named(checkpoint: Path) -> Non
 
 
 def test_states_of_a_generic_optimizer_must_be_the_same(tmp_path: Path) -> None:
+    """The class creates them itself, so they are known only once it has."""
     with running_in(RankContext()):
         model = mlp()
         optimizer = prepared(model, torch.optim.SGD)

@@ -17,17 +17,6 @@ from rayzero.protocol.messages import MASTER
 from .conftest import Written, random_values, small_layout
 
 
-@pytest.mark.parametrize("num_owners", [1, 2, 3, 7])
-def test_every_value_comes_back_whatever_the_number_of_owners(written, directory, num_owners):
-    written.save(directory, num_owners)
-    reader = CheckpointReader(directory)
-    for (param, kind), values in written.values.items():
-        assert torch.equal(
-            reader.read_slice(param, kind, 0, values.numel()), values.float() if not values.numel() else values
-        )
-        assert reader.slot_step(param) == (30 if values.numel() else 0)
-
-
 def test_the_digest_is_of_the_content_alone(written, directory, tmp_path):
     one = written.save(directory, num_owners=1)
     three = written.save(tmp_path / "other" / "step-000030", num_owners=3)

@@ -101,17 +101,6 @@ def test_recoveries_are_shown_the_newest_first_and_the_oldest_are_counted(run: P
     assert lines[5:] == ["recovery    and 2 earlier deaths: see run.json"]
 
 
-def test_who_is_being_replaced_is_shown_while_the_run_goes_on(run: Path) -> None:
-    here = {"driver": {"pid": os.getpid(), "host": socket.gethostname()}, "started_at": time.time()}
-    record = RECORD | here | {"state": "running", "ended_at": None, "recoveries": []}
-    record["replacing"] = ["rank 0", "optimizer 1"]
-    (run / "run.json").write_text(json.dumps(record))
-    lines = [line for line in lines_of(run) if line.startswith("recovery ")]
-    assert lines == [f"recovery    {who} died; another process is taking its place" for who in record["replacing"]]
-    (run / "run.json").write_text(json.dumps(record | {"replacing": []}))
-    assert [line for line in lines_of(run) if line.startswith("recovery ")] == []
-
-
 def rescale(before: int, after: int, seconds_ago: float, **more: Any) -> dict[str, Any]:
     """A change of the optimizers, as a driver records it."""
     told = {"id": "a", "why": "asked for", "failed": None, "seconds": {"start": 3.0}, "pause": 0.412, "moved_bytes": 7}
@@ -122,16 +111,6 @@ def changes_of(run: Path, **record: Any) -> list[str]:
     """The lines of changes, for a record with these entries."""
     (run / "run.json").write_text(json.dumps(RECORD | record))
     return [line for line in lines_of(run) if line.startswith("change ")]
-
-
-def test_a_change_of_the_optimizers_is_shown_while_it_is_under_way(run: Path) -> None:
-    here = {"driver": {"pid": os.getpid(), "host": socket.gethostname()}, "started_at": time.time()}
-    said = "from 2 optimizers to 5: 1 of 3 new processes are up"
-    record = here | {"state": "running", "ended_at": None, "rescaling": said, "rescales": []}
-    assert changes_of(run, **record) == [f"change      {said}"]
-    assert describe_run(run)["rescaling"] == said
-    assert changes_of(run, rescaling=said, rescales=[]) == [], "the run has ended"
-    assert changes_of(run, **record | {"rescaling": None}) == []
 
 
 def test_changes_of_the_optimizers_are_shown_the_newest_first_with_what_they_took_or_why_they_were_given_up(
@@ -323,26 +302,51 @@ def test_processes_stand_by_name_and_number_whenever_they_joined(run: Path) -> N
     assert shown == ["optimizer 1", "optimizer 9", "optimizer 10", "rank 2", "rank 10"]
 
 
-def test_an_optimizer_without_shards_is_shown_as_one(run: Path) -> None:
-    (member,) = json.loads(FILES["run.json"])["members"]
-    record = json.loads(FILES["run.json"]) | {"state": "running"}
-    record["members"] = [member, member | {"who": "optimizer 3", "has_shards": False}]
-    (run / "run.json").write_text(json.dumps(record))
-    lines = [line for line in format_status(describe_run(run)).splitlines() if line.startswith("process")]
-    assert lines == ["process     optimizer 3: pid 1 on h, without shards", "process     rank 0: pid 1 on h"]
+OWN_HOST = {"driver": {"pid": os.getpid(), "host": socket.gethostname()}, "started_at": time.time()}
+(MEMBER,) = RECORD["members"]
 
 
-def test_loggers_have_lines(run: Path) -> None:
-    sent = {"logger": "csv", "where": "runs/demo/metrics.csv", "sent": 7, "lost": 0, "step": 7, "error": None}
-    refused = {"logger": "mlflow", "where": None, "sent": 0, "lost": 1, "step": -1, "error": "OSError: no route"}
-    (run / "run.json").write_text(json.dumps(RECORD | {"loggers": [sent, refused]}))
-    assert "logger      csv: runs/demo/metrics.csv, until step 7" in lines_of(run)
-    assert "logger      mlflow: not open, 1 row refused (OSError: no route)" in lines_of(run)
-
-
-def test_a_run_that_goes_on_says_where_its_live_page_is(run: Path) -> None:
-    here = {"pid": os.getpid(), "host": socket.gethostname()}
-    telemetry = RECORD["telemetry"] | {"page": "http://127.0.0.1:1/"}
-    goes_on = {"state": "running", "started_at": time.time(), "driver": here, "telemetry": telemetry}
-    (run / "run.json").write_text(json.dumps(RECORD | goes_on))
-    assert "live page   http://127.0.0.1:1/" in lines_of(run)
+@pytest.mark.parametrize(
+    ("entries", "begin", "lines"),
+    [
+        (
+            {"state": "running", "members": [MEMBER, MEMBER | {"who": "optimizer 3", "has_shards": False}]},
+            "process",
+            ["process     optimizer 3: pid 1 on h, without shards", "process     rank 0: pid 1 on h"],
+        ),
+        (
+            {
+                "loggers": [
+                    {"logger": "csv", "where": "demo.csv", "sent": 7, "lost": 0, "step": 7, "error": None},
+                    {"logger": "mlflow", "where": None, "sent": 0, "lost": 1, "step": -1, "error": "OSError: no route"},
+                ]
+            },
+            "logger",
+            [
+                "logger      csv: demo.csv, until step 7",
+                "logger      mlflow: not open, 1 row refused (OSError: no route)",
+            ],
+        ),
+        (
+            OWN_HOST | {"state": "running", "telemetry": RECORD["telemetry"] | {"page": "http://127.0.0.1:1/"}},
+            "live page",
+            ["live page   http://127.0.0.1:1/"],
+        ),
+        (
+            OWN_HOST | {"state": "running", "recoveries": [], "replacing": ["rank 0", "optimizer 1"]},
+            "recovery",
+            [f"recovery    {who} died; another process is taking its place" for who in ("rank 0", "optimizer 1")],
+        ),
+        (OWN_HOST | {"state": "running", "recoveries": [], "replacing": []}, "recovery", []),
+        (
+            OWN_HOST | {"state": "running", "rescales": [], "rescaling": "from 2 optimizers to 5: 1 of 3 are up"},
+            "change",
+            ["change      from 2 optimizers to 5: 1 of 3 are up"],
+        ),
+        ({"rescales": [], "rescaling": "the run has ended"}, "change", []),
+    ],
+    ids=["without shards", "loggers", "live page", "replacing", "not replacing", "changing", "ended"],
+)
+def test_what_a_record_says_has_lines(run: Path, entries: dict[str, Any], begin: str, lines: list[str]) -> None:
+    (run / "run.json").write_text(json.dumps(RECORD | entries))
+    assert [line for line in lines_of(run) if line.startswith(begin + " ")] == lines

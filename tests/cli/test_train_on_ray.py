@@ -1,23 +1,17 @@
-"""``rayzero train`` for real: its own Ray, two ranks, two optimizer actors, gRPC; stopped, resumed and looked at."""
+"""``rayzero train`` for real: its own Ray, two ranks, two optimizer actors, gRPC; stopped and resumed."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
-import ssl
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
-from cryptography import x509
-from safetensors.torch import load_file
 
 from rayzero.checkpoint import CheckpointReader
 from rayzero.engine.units.partition import build_layout
@@ -128,77 +122,9 @@ def layout_bytes(recipe: RecipeConfig) -> int:
     return sum(unit.size_bytes for unit in plan.layout.units)
 
 
-def test_status_and_export_of_a_finished_run(whole):
-    described = json.loads(finish("status", "a", "--json", cwd=whole))
-    assert (described["state"], described["last"]["step"], described["steps"]) == ("finished", STEPS, STEPS)
-    assert [Path(path).name for path in described["checkpoints"]] == ["step-000015", "step-000030", "step-000040"]
-    assert described["checkpoint"] == described["checkpoints"][-1]
-    assert [who["who"] for who in described["members"]] == ["optimizer 0", "optimizer 1", "rank 0", "rank 1"]
-    assert len(described["addresses"]) == 2
-    assert described["plan"] == read_plan(whole / "runs" / "a")
-    assert {rank: metrics["step"] for rank, metrics in described["metrics"].items()} == {"0": STEPS, "1": STEPS}
-    assert f"step        {STEPS} of {STEPS}" in finish("status", cwd=whole)
-    finish("export", "runs/a", "out", cwd=whole)
-    model = build_model(load_recipe(whole / "runs" / "a" / "config.yaml"), 256)
-    model.load_state_dict(load_file(whole / "out" / "model.safetensors"), strict=True)
-
-
-def test_top_shows_a_run_while_it_trains_and_its_numbers_are_the_records(tmp_path):
-    """Of one rank: what it exports and what the driver wrote down must be the same steps, losses and tokens."""
-    (tmp_path / "text.txt").write_text(VERSE * 300)
-    run = tmp_path / "runs" / "t"
-    long = ["--steps", "100000", "--workers", "1", "--optimizers", "1", "--run-dir", "runs/t", "eval_every=100000"]
-    process = start(*TRAIN, *long, cwd=tmp_path)
-    try:
-        wait_until(lambda: len(read_rows(run)) >= 20, process)
-        out = finish("top", "t", "--once", "--interval", "1", cwd=tmp_path)
-        written = len(read_rows(run))
-        wait_until(lambda: read_rows(run)[-1].step > int(headline(out)["step"]), process)
-    finally:
-        os.killpg(process.pid, signal.SIGINT)
-        process.communicate(timeout=100)
-    rows, shown = read_rows(run), headline(out)
-    step = int(shown["step"])
-    # A step's loss is told in the step after it, and training goes on while top reads a page: the loss shown is of one
-    # of the two steps before, or, on a busy machine, of any that ended before top did. Two more may not be written yet.
-    near = rows[step - 3 : max(step + 1, written + 2)]
-    assert any(f"{row.loss:.4f}" == shown["loss"] for row in near), (shown, near)
-    tokens, seconds = float(shown["tokens"].replace(",", "")), float(shown["took"]) * UNITS[shown["unit"]]
-    looked = re.search(r"^(\d+) steps in the last", out, re.MULTILINE)
-    counted = int(looked[1]) if looked else step
-    assert tokens * seconds == pytest.approx(4 * 32, rel=0.02 + 1 / counted), "what a step trains on"
-    assert re.search(r"^phase  [dFwBpnoc]{60}$", out, re.MULTILINE)
-    assert re.search(r"^optimizer 0 .* \d+  +\d+ *$", out, re.MULTILINE)
-    assert "does not answer" not in out
-
-
-UNITS = {"s": 1.0, "ms": 1e-3}
-
-
-def headline(out: str) -> dict[str, str]:
-    """What the first line of ``rayzero top`` says."""
-    pattern = (
-        r"t  running  step (?P<step>\d+) of 100000  loss (?P<loss>\S+)  (?P<tokens>\S+) tokens/s"
-        r"  (?P<took>\S+) (?P<unit>m?s) a step"
-    )
-    found = re.match(pattern, out)
-    assert found, out
-    return found.groupdict()
-
-
-def wait_until(true: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 100
-    while not true():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
 class Resumed(NamedTuple):
     run: Path
-    moved_before: dict[tuple[str, str], float]  # bytes, by transport and direction, until it was stopped
     said: str  # by the command that resumed it
-    shown: list[str]  # the names in the owners' certificates
 
 
 @pytest.fixture(scope="module")
@@ -211,29 +137,13 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Resumed:
     for line in process.stdout:
         if line.startswith("step 16/"):
             break
-    shown = list(map(name_shown, json.loads((folder / "runs/b/run.json").read_text())["addresses"]))
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=100)
     assert process.returncode == 130, err
     assert f"continue with: rayzero train --resume --run-dir {folder}/runs/b" in err
     run = folder / "runs" / "b"
-    moved = bytes_moved(run)
     said = finish("train", "--resume", "--run-dir", "runs/b", "--optimizers", "3", cwd=folder)
-    return Resumed(run, moved, said, shown)
-
-
-def name_shown(address: str) -> str:
-    """The name in a server's certificate."""
-    host, _, port = address.rpartition(":")
-    shown = x509.load_pem_x509_certificate(ssl.get_server_certificate((host, int(port)), timeout=20).encode())
-    (name,) = shown.extensions.get_extension_for_class(x509.SubjectAlternativeName).value.get_values_for_type(
-        x509.DNSName
-    )
-    return str(name)
-
-
-def test_owners_show_the_certificate_of_an_owner(resumed):
-    assert resumed.shown == ["owner.rayzero"] * 2
+    return Resumed(run, said)
 
 
 def test_stopped_by_ctrl_c_and_resumed_with_other_owners_over_grpc_the_hash_is_the_same(whole, resumed):
@@ -248,18 +158,6 @@ def test_the_summary_of_a_resumed_run_sets_what_was_trained_since_beside_its_sec
         rf"trained    {steps} steps, {256 * steps:,} tokens, \d+ s \(in all 40 steps, 10,240 tokens\); validation loss"
     )
     assert re.search(said, resumed.said), resumed.said
-
-
-def test_the_bytes_that_grpc_carried_are_those_of_the_arithmetic(resumed):
-    """Between hosts every rank fetches each unit once a version (all of them fit), and pushes each one once a step. The
-    resumed run has its initial weights from the checkpoint."""
-    steps = STEPS - int(re.search(r"40 steps from step (\d+)", resumed.said)[1])
-    moved, model_bytes = bytes_moved(resumed.run), layout_bytes(load_recipe(resumed.run / "config.yaml"))
-    assert resumed.moved_before.keys() == {("grpc", "load"), ("grpc", "push"), ("grpc", "fetch")}
-    assert resumed.moved_before["grpc", "load"] == model_bytes
-    assert moved.keys() == {("grpc", "push"), ("grpc", "fetch")}
-    assert moved["grpc", "push"] == 2 * steps * model_bytes
-    assert 2 * steps * model_bytes <= moved["grpc", "fetch"] <= 2 * (steps + 1) * model_bytes
 
 
 def outcome(run: Path) -> tuple[str, list[tuple[int, float, int]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from rayzero.engine import full_state_dict, get_context, report
 from rayzero.engine.context import RankContext
 from rayzero.testing import run_ranks
 
+from .processes import until_killed
 from .tiny import MAX_NORM, batch, make
 
 STEPS = 40
@@ -42,6 +44,30 @@ def train(config: Any, before_step: Callable[[int], None] = lambda _: None) -> N
     if context.rank == 0:
         assert context.run_dir is not None
         save_file(weights, Path(context.run_dir) / "weights.safetensors")
+
+
+def train_from_checkpoints(config: dict[str, Any]) -> None:
+    """Train to ``config["steps"]`` by a loop that tracks nothing: no rank of it can repeat a step alone. Rank 0 keeps
+    its weights after each step. ``config``: "saves", the steps after which there is a checkpoint; "kills", those at
+    which ``Kills`` kills; "pause", seconds after each step."""
+    context = get_context()
+    model, plain = make()
+    model, optimizer = rayzero.prepare(model, plain)
+    folder = Path(context.run_dir or "")
+    for step in range(context.step, config["steps"]):
+        until_killed(folder, config["kills"], step)
+        loss = model(batch(step, context.rank)).square().mean()
+        loss.backward()
+        optimizer.clip_grad_norm_(MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        report({"done": step + 1, "loss": loss.item()})
+        weights = full_state_dict(model)
+        if context.rank == 0:
+            save_file(weights, folder / f"weights-{step + 1}.safetensors")
+        if step + 1 in config["saves"]:
+            rayzero.save_checkpoint(optimizer, folder / "checkpoints" / f"step-{step + 1}")
+        time.sleep(config["pause"])
 
 
 Losses = dict[tuple[int, int], float]  # by rank and number of steps done

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -40,6 +41,13 @@ def trainer(local_ray: None, tmp_path: Path) -> Callable[..., ZeroTrainer]:
         )
 
     return make
+
+
+@pytest.fixture
+def ray_files() -> Iterator[Path]:
+    """A temporary folder for a Ray; short, because sockets have their path there."""
+    with tempfile.TemporaryDirectory(prefix="rz", dir="/tmp") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(autouse=True)

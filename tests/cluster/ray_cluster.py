@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,9 +30,9 @@ class Cluster:
     files: str
     processes: list[psutil.Process]
 
-    def add_node(self, *, apart: bool = False) -> None:
-        """``apart``: with a /dev/shm of its own, as on another host."""
-        ray_start(f"--address={self.address}", "--labels=rayzero.io/role=optimizer", apart=apart)
+    def add_node(self) -> None:
+        """One more, for optimizer actors."""
+        ray_start(f"--address={self.address}", "--labels=rayzero.io/role=optimizer")
         new = [process for process in psutil.process_iter() if belongs_to(process, self.files)]
         self.processes.extend(process for process in new if process not in self.processes)
 
@@ -74,28 +74,15 @@ def free_port() -> int:
     raise RuntimeError("a hundred ports are taken")
 
 
-def ray_start(*options: str, apart: bool = False) -> None:
+def ray_start(*options: str) -> None:
     common = ["--num-cpus=2", "--object-store-memory=200000000", f"--dashboard-agent-listen-port={free_port()}"]
-    done = run_ray("start", "--disable-usage-stats", *common, *options, within=APART if apart else ())
+    done = run_ray("start", "--disable-usage-stats", *common, *options)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-APART = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs none /dev/shm && exec "$@"', "sh")
-"""Runs a command with a /dev/shm that nobody else sees. Only root may."""
-
-
-def can_be_apart() -> bool:
-    """Whether a node can have a /dev/shm of its own here."""
-    try:
-        return subprocess.run([*APART, "true"], capture_output=True, timeout=20).returncode == 0
-    except OSError:
-        return False
-
-
-def run_ray(*arguments: str, within: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+def run_ray(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"RAY_ADDRESS": "", "RAY_JOB_STOP_WAIT_TIME_S": "60"}  # a run may take 5 s to end, Ray 3
-    command = [*within, str(RAY), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
+    return subprocess.run([str(RAY), *arguments], capture_output=True, text=True, timeout=280, env=environment)
 
 
 def belongs_to(process: psutil.Process, files: str) -> bool:

@@ -1,4 +1,5 @@
-"""What the coordinator takes of the ranks' reports, and what the driver has not read yet."""
+"""What the coordinator takes of the ranks' reports, what the driver has not read yet, and what its page says of changes
+of the optimizers; tests/dashboards/test_live.py has a real one."""
 
 from __future__ import annotations
 
@@ -6,11 +7,15 @@ import asyncio
 import socket
 from pathlib import Path
 
+from prometheus_client import CollectorRegistry
+
 from rayzero.cluster.processes import coordinator
-from rayzero.cluster.processes.coordinator import HeardReports
-from rayzero.cluster.processes.process_exporter import LOOPBACK, ExporterSettings
+from rayzero.cluster.processes.coordinator import Coordinator, HeardReports
+from rayzero.cluster.processes.process_exporter import LOOPBACK, ExporterSettings, RecorderCollector
 from rayzero.cluster.run import Member, Report, RunState
-from rayzero.telemetry.metric import Role
+from rayzero.elastic.reform import Step
+from rayzero.telemetry import names
+from rayzero.telemetry.metric import Metric, Role
 from rayzero.telemetry.scrape import Viewer
 
 
@@ -27,10 +32,6 @@ def read_of(*batches: list[Report]) -> list[list[int]]:
         return [[report.step for report in (await made.next_reports(life)).reports] for _ in range(2)]
 
     return asyncio.run(read())
-
-
-def test_reports_are_read_once() -> None:
-    assert read_of([Report(rank=0, step=0), Report(rank=0, step=1)], [Report(rank=1)]) == [[0, 1, 0], []]
 
 
 def test_unread_reports_are_bounded(monkeypatch) -> None:
@@ -88,3 +89,30 @@ def test_another_coordinator_may_be_told_twice_of_the_run(monkeypatch, tmp_path)
         if made._exporter is not None:
             made._exporter.close()
     assert answers == [member, member]
+
+
+# ---- what its page says of changes of the optimizers ----------------------------------------------------------------
+
+
+CHANGES = [metric for metric in names.METRICS if metric.only == "a change of the optimizers"]
+
+
+def test_every_metric_of_a_change_is_on_the_coordinators_page() -> None:
+    coordinator, page = Coordinator("demo", None, 100.0), CollectorRegistry(auto_describe=False)
+    page.register(RecorderCollector(coordinator._recorder, Role.COORDINATOR))
+
+    def value(metric: Metric, **labels: str) -> float | None:
+        return page.get_sample_value(metric.name, labels)
+
+    assert {metric.name for metric in CHANGES} & {family.name for family in page.collect()} == set()
+    steps = {str(step): 0.1 * number for number, step in enumerate(Step, start=1)}
+    for pause in (0.5, 0.25):
+        asyncio.run(coordinator.rescaled("done", steps, pause, 1000))
+    asyncio.run(coordinator.rescaled("given_up", {}, 0.0, 0))
+    assert (value(names.RESCALES, outcome="done"), value(names.RESCALES, outcome="given_up")) == (2, 1)
+    assert {step: value(names.RESCALE_SECONDS, step=step) for step in steps} == {
+        step: 2 * seconds for step, seconds in steps.items()
+    }
+    assert (value(names.RESCALE_MOVED_BYTES), value(names.RESCALE_PAUSE_SECONDS)) == (2000, 0.25)
+    assert len(CHANGES) == 4
+    assert all(f" {step}" in f" {names.RESCALE_SECONDS.help}" for step in steps), "its help names each"

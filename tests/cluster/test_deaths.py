@@ -45,13 +45,6 @@ def test_a_death_counts_from_when_the_kernel_saw_it_and_has_rays_reason() -> Non
     assert deaths.take(10.21) == expected
 
 
-def test_a_death_that_ray_has_not_told_of_is_acted_on_all_the_same() -> None:
-    deaths = Deaths(CALM)
-    deaths.saw("rank 0", 7, 10.0)
-    [death] = deaths.take(10.31)
-    assert death.failure.what == "died: its process (pid 7) ended unexpectedly."
-
-
 def test_the_oldest_death_comes_first_and_a_younger_one_waits() -> None:
     deaths = Deaths(CALM)
     for who, at in (("rank 0", 10.2), ("rank 1", 10.0), ("rank 2", 10.9)):

@@ -5,20 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import ray
 
 from rayzero.checkpoint.reader import Catalog
 from rayzero.cluster import driver as driver_module
-from rayzero.cluster import run_actors as actors_module
 from rayzero.cluster import supervision
 from rayzero.cluster.driver import ZeroTrainer, _again, _follow
 from rayzero.cluster.files.key_files import FollowerKey
@@ -31,7 +28,6 @@ from rayzero.cluster.nodes.session import answered, ray_answers
 from rayzero.cluster.processes.coordinator import News
 from rayzero.cluster.roster import LocalProcesses
 from rayzero.cluster.run import Member, Report, RunState
-from rayzero.cluster.run_actors import RunActors
 from rayzero.cluster.supervision import Failure, Verdict, Watch, death_of, interruptible, postponed
 from rayzero.cluster.upkeep.follower import Follower
 from rayzero.config import RunConfig, ZeroConfig
@@ -220,27 +216,6 @@ def test_reports_that_came_after_the_open_call_was_answered_are_told() -> None:
     assert steps == [0, 1, 2]
 
 
-def test_the_record_says_stopped_before_any_actor_is_asked_for_anything() -> None:
-    told: list[tuple[RunState, list[RunState]]] = []
-    actors, journal = EndedRun([]), Journal(state=RunState.RUNNING)
-    record = record_that(lambda: told.append((journal.state, list(actors.moves))))
-    Follower(actors, journal, asked(record=record)).take_down(RunState.STOPPED, "interrupted")  # type: ignore[arg-type]
-    assert told[0] == (RunState.STOPPED, [])
-    assert actors.moves == [RunState.STOPPED]
-
-
-def test_processes_that_a_ray_that_is_gone_cannot_end_are_ended_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(actors_module, "ray_answers", lambda: False)
-    with subprocess.Popen(["sleep", "600"]) as process:
-        actors = RunActors("demo", placement=None, certificates=None)  # type: ignore[arg-type]
-        actors.local.find({"rank 0": Member(who="rank 0", pid=process.pid, node="n", host="h")}, "n")
-        try:
-            actors.end(politely=False)
-            assert not psutil.pid_exists(process.pid)
-        finally:
-            process.kill()
-
-
 def test_ray_is_gone_where_nobody_listens_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         context = SimpleNamespace(gcs_address=f"127.0.0.1:{server.getsockname()[1]}")
@@ -336,12 +311,26 @@ def test_a_restart_costs_one_failure(failure: Failure, counted: int, outlived: i
     assert (journal.lost_at is not None) == (outlived is not None)
 
 
-class Restarted:
-    """A run's directory that a restart leaves as it is."""
+FIRST = RunFailedError("run 'demo' failed: rank 1 died")
 
-    path, rows_until, start = Path("nowhere"), -1, "starting anew"
 
-    def restart(self) -> None: ...
+def again_after(
+    monkeypatch: pytest.MonkeyPatch,
+    journal: Journal,
+    failures: int,
+    attempt: Callable[[Any, Journal], Any] = lambda request, journal: None,
+    *,
+    refuses: Callable[[str, float], None] = lambda run, patience_s: None,
+    directory: Any = None,
+) -> Any:
+    """What comes of a run that starts again after ``FIRST``."""
+    monkeypatch.setattr(driver_module, "refuse_name_in_use", refuses)
+    monkeypatch.setattr(driver_module, "_attempt", attempt)
+    monkeypatch.setattr(driver_module.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(driver_module, "replace", lambda request, scaling: request)
+    unchanged = SimpleNamespace(path=Path("nowhere"), rows_until=-1, start="starting anew", restart=lambda: None)
+    request = asked(directory=directory or unchanged, run=RunConfig(max_failures=failures))
+    return _again(request, journal, FIRST)
 
 
 @pytest.mark.parametrize("refused", [ConfigError("a run named 'demo' is on this cluster"), DataError("cannot write")])
@@ -351,13 +340,10 @@ def test_a_run_that_cannot_start_again_says_what_ended_it_and_why_not(
     def refuse(run: str, patience_s: float) -> None:
         raise refused
 
-    monkeypatch.setattr(driver_module, "refuse_name_in_use", refuse)
-    monkeypatch.setattr(driver_module.time, "sleep", lambda seconds: None)
-    request = asked(directory=Restarted())
     journal = Journal(state=RunState.RUNNING, outlived=1)
     with pytest.raises(RunFailedError) as failed:
-        _again(request, journal, RunFailedError("run 'demo' failed: rank 1 died"))
-    assert str(failed.value) == f"run 'demo' failed: rank 1 died\nThe run cannot start again: {refused}"
+        again_after(monkeypatch, journal, 3, refuses=refuse)
+    assert str(failed.value) == f"{FIRST}\nThe run cannot start again: {refused}"
     assert journal.state is RunState.STARTING
 
 
@@ -368,19 +354,13 @@ def test_a_start_that_fails_is_one_more_failure(monkeypatch: pytest.MonkeyPatch,
     def attempt(request: Any, journal: Journal) -> None:
         raise second
 
-    for name, done in {"refuse_name_in_use": lambda run, patience_s: None, "_attempt": attempt}.items():
-        monkeypatch.setattr(driver_module, name, done)
-    monkeypatch.setattr(driver_module.time, "sleep", lambda seconds: None)
-    monkeypatch.setattr(driver_module, "replace", lambda request, scaling: request)
-    request = asked(directory=Restarted(), run=RunConfig(max_failures=1 + left))
     journal = Journal(outlived=1)
-    first = RunFailedError("run 'demo' failed: rank 1 died")
     if left:
-        assert _again(request, journal, first) is second
+        assert again_after(monkeypatch, journal, 2, attempt) is second
         assert journal.outlived == 2
         return
     with pytest.raises(RunFailedError, match=r"rank 1 died\nThe run cannot start again: .* rank 0 gave no answer"):
-        _again(request, journal, first)
+        again_after(monkeypatch, journal, 1, attempt)
 
 
 def test_a_run_that_starts_again_has_no_rows_of_the_steps_that_it_makes_again(
@@ -394,14 +374,8 @@ def test_a_run_that_starts_again_has_no_rows_of_the_steps_that_it_makes_again(
     def attempt(request: Any, journal: Journal) -> None:
         begun.append([row["step"] for row in read_log(tmp_path)])
 
-    for name, done in {"refuse_name_in_use": lambda run, patience_s: None, "_attempt": attempt}.items():
-        monkeypatch.setattr(driver_module, name, done)
-    monkeypatch.setattr(driver_module.time, "sleep", lambda seconds: None)
-    monkeypatch.setattr(driver_module, "replace", lambda request, scaling: request)
-    directory = Restarted()
-    directory.path, directory.rows_until = tmp_path, 3
-    request = asked(directory=directory, run=RunConfig(max_failures=2))
-    assert _again(request, Journal(outlived=1), RunFailedError("run 'demo' failed: rank 1 died")) is None
+    directory = SimpleNamespace(path=tmp_path, rows_until=3, start="starting anew", restart=lambda: None)
+    assert again_after(monkeypatch, Journal(outlived=1), 2, attempt, directory=directory) is None
     assert begun == [[1, 2, 3]]
 
 

@@ -2,43 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from contextlib import closing
-from urllib.error import HTTPError
-from urllib.request import urlopen
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
+from telemetry.exposed import Series, get, series_of
 
 from rayzero.cluster.processes.process_exporter import Exporter
 from rayzero.errors import ConfigError
-from rayzero.telemetry import http, names
+from rayzero.telemetry import names
 from rayzero.telemetry.metric import Role
 from rayzero.telemetry.recorder import MemoryRecorder, Reading
-from rayzero.telemetry.scrape import Target, service_discovery
 
 HOST = "127.0.0.1"
 
 
-def scrape(exporter: Exporter, path: str = "/metrics") -> str:
-    with urlopen(f"http://{exporter.address}{path}", timeout=20) as answer:
-        return answer.read().decode()
-
-
-def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    families = text_string_to_metric_families(text)
-    return {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
+def served(exporter: Exporter) -> Series:
+    return series_of(get(f"http://{exporter.address}/metrics"))
 
 
 @pytest.fixture
 def recorder() -> MemoryRecorder:
     return MemoryRecorder()
-
-
-@pytest.fixture
-def always_anew(monkeypatch) -> None:
-    monkeypatch.setattr(http, "REFRESH_S", 0.0)
 
 
 @pytest.fixture
@@ -54,7 +38,7 @@ def test_counters_gauges_and_histograms_arrive_as_they_were_told(recorder, expor
     for seconds in (0.02, 0.3, 1e6):
         recorder.observe(names.STEP_SECONDS, seconds)
     recorder.watch(lambda: [Reading(names.MEMORY_BYTES, 5, {"kind": "param", "tier": "ram"})])
-    found = samples(scrape(exporter))
+    found = served(exporter)
     assert found["rayzero_exposed_wait_seconds_total", (("cause", "fetch"),)] == 1.5
     assert found["rayzero_step", ()] == 7
     assert found["rayzero_memory_bytes", (("kind", "param"), ("tier", "ram"))] == 5
@@ -77,37 +61,15 @@ def test_what_a_page_counts_is_of_one_moment_however_long_its_gauges_take(record
 
     train_a_step()
     recorder.watch(slow)
-    found = samples(scrape(exporter))
+    found = served(exporter)
     assert found["rayzero_memory_bytes", (("kind", "param"), ("tier", "ram"))] == 5
     assert found["rayzero_tokens_total", ()] == 128 * found["rayzero_step_seconds_count", ()]
 
 
 def test_counters_of_the_role_are_zero_before_they_are_counted(exporter) -> None:
-    found = samples(scrape(exporter))
+    found = served(exporter)
     assert found["rayzero_tokens_total", ()] == 0
     assert ("rayzero_optimizer_params_total", ()) not in found, "another role's"
-
-
-def test_two_runs_in_one_process_do_not_mix(recorder, exporter) -> None:
-    other = MemoryRecorder()
-    recorder.add(names.TOKENS, 1)
-    other.add(names.TOKENS, 2)
-    with closing(Exporter(other, Role.RANK, host=HOST)) as second:
-        assert samples(scrape(exporter))["rayzero_tokens_total", ()] == 1
-        assert samples(scrape(second))["rayzero_tokens_total", ()] == 2
-
-
-def test_a_source_that_fails_is_told_to_the_scraper_alone(recorder, always_anew, exporter, caplog) -> None:
-    def broken() -> list[Reading]:
-        raise RuntimeError("half made")
-
-    end = recorder.watch(broken)
-    with pytest.raises(HTTPError, match="500") as told:
-        scrape(exporter)
-    assert b"RuntimeError: half made" in told.value.read()
-    assert "cannot make /metrics" in caplog.text
-    end()
-    assert "rayzero_tokens_total" in scrape(exporter)
 
 
 def test_a_port_that_is_taken_is_one_clear_line(recorder, exporter) -> None:
@@ -124,18 +86,3 @@ def test_a_port_beyond_the_last_one_is_one_clear_line(recorder) -> None:
     """exporter_ports is that of the first exporter: the others count up from it."""
     with pytest.raises(ConfigError, match=r"rank 0 cannot listen on 127.0.0.1:65536: ports end at 65535; choose other"):
         Exporter(recorder, Role.RANK, host=HOST, port=65_536, who="rank 0")
-
-
-def test_targets_have_the_labels_that_names_promises_and_no_others() -> None:
-    targets = [
-        Target(address="10.0.0.1:1", run="demo", role=Role.COORDINATOR, node="10.0.0.1"),
-        Target(address="10.0.0.1:2", run="demo", role=Role.OPTIMIZER, node="10.0.0.1", index=1),
-        Target(address="10.0.0.2:3", run="demo", role=Role.RANK, node="10.0.0.2", index=0),
-    ]
-    assert json.loads(service_discovery(targets)) == [
-        {"targets": ["10.0.0.1:1"], "labels": {"run": "demo", "role": "coordinator", "node": "10.0.0.1"}},
-        {"targets": ["10.0.0.1:2"], "labels": {"run": "demo", "role": "optimizer", "node": "10.0.0.1", "actor": "1"}},
-        {"targets": ["10.0.0.2:3"], "labels": {"run": "demo", "role": "rank", "node": "10.0.0.2", "rank": "0"}},
-    ]
-    assert {name for target in targets for name in target.labels} == set(names.TARGET_LABELS)
-    assert json.loads(service_discovery([])) == []

@@ -1,4 +1,5 @@
-"""A driver that is killed: its janitor ends what is left of its run and removes its shared memory and its file."""
+"""A driver that is killed: its janitor ends what is left of its run and removes its shared memory and its file. What
+processes of a run remove on other hosts."""
 
 from __future__ import annotations
 
@@ -14,16 +15,21 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from engine.test_whole_run import killed_once
 from engine.whole_run import LINEAGE, RUN
+from slabs.test_hold import leave
 
+from rayzero.cluster import run_actors
 from rayzero.cluster.continuation import Continuation, what_is_left
-from rayzero.cluster.janitor import Janitor, KeptStates, clear_up
+from rayzero.cluster.janitor import Janitor, KeptStates, Remains, clear_up, leaving_nothing
+from rayzero.cluster.run import Member
+from rayzero.cluster.run_actors import RunActors
 from rayzero.protocol.ownership import Ownership
-from rayzero.slabs.sweep import SHARED_MEMORY, held_in, sweep
+from rayzero.slabs.sweep import SHARED_MEMORY, Hold, held_in, sweep
 from tests.forked import Forked, forked
 from tests.support import needs
 from tests.support.waiting import until
@@ -146,31 +152,24 @@ def test_what_a_killed_driver_leaves_is_removed_once_its_processes_are_gone(driv
 
 
 @pytest.mark.thorough
-def test_a_driver_whose_pipe_has_ended_may_still_be_dying(driver):
-    """The kernel closes a process's files before it says that the process has ended."""
-    assert driver.asked("end the pipe") == "ended"
-    assert still_there([driver.janitor], timeout_s=1.0) != []
-    driver.kill()
-    assert driver.everything_goes_with_the_owner()
-
-
-@pytest.mark.thorough
-def test_a_child_that_a_killed_driver_forked_keeps_nothing_alive(driver):
-    """It has the driver's end of the pipe, which thus stays open."""
-    child = int(driver.asked("fork"))
+@pytest.mark.parametrize(
+    "before",
+    [
+        "end the pipe",  # the kernel closes a process's files before it says that the process has ended
+        "fork",  # a child has the driver's end of the pipe, which thus stays open
+        "half a line",  # the last whole one counts
+    ],
+)
+def test_whatever_has_become_of_the_pipe_of_a_killed_driver_its_owner_is_waited_for(driver, before):
+    told = driver.asked(before)
     try:
+        assert still_there([driver.janitor], timeout_s=1.0) != []
         driver.kill()
+        assert still_there([driver.janitor], timeout_s=1.0) != [], "its owner lives"
         assert driver.everything_goes_with_the_owner()
     finally:
-        os.kill(child, signal.SIGKILL)
-
-
-@pytest.mark.thorough
-def test_a_line_that_a_killed_driver_did_not_finish_leaves_the_last_whole_one(driver):
-    assert driver.asked("half a line") == "written"
-    driver.kill()
-    assert still_there([driver.janitor], timeout_s=1.0) != [], "its owner lives"
-    assert driver.everything_goes_with_the_owner()
+        if before == "fork":
+            os.kill(int(told), signal.SIGKILL)
 
 
 def test_processes_that_stay_are_killed(owner, tmp_path):
@@ -254,3 +253,63 @@ def test_states_that_no_run_can_go_on_from_are_removed_at_once(owner, tmp_path):
     keep = KeptStates(run="demo", lineage="one", seconds=3600)
     clear_up([psutil.Process(owner.pid)], tmp_path / "slabs", None, ends_s=0.1, keep=keep)
     assert left(tmp_path / "slabs") == []
+
+
+# ---- hosts other than the driver's ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = SimpleNamespace(get_node_id=lambda: "here")
+    monkeypatch.setattr("ray.get_runtime_context", lambda: here)
+
+
+@pytest.mark.usefixtures("on_a_node")
+def test_a_run_that_starts_again_does_not_wait_for_what_it_had_before(tmp_path: Path) -> None:
+    """A janitor of a process that was killed would keep it for a successor."""
+    before, other = leave(tmp_path, "one"), leave(tmp_path, "other")
+    hold = Hold(tmp_path, "one")
+    found = Remains.of_run("two", "elsewhere", replaces=False, over="one").janitor(tmp_path)
+    assert found is not None
+    assert (before.exists(), other.exists()) == (False, True)
+    found.close()
+    hold.close()
+
+
+@pytest.mark.usefixtures("on_a_node")
+def test_the_driver_sees_to_its_own_node(tmp_path: Path) -> None:
+    before = leave(tmp_path, "one")
+    assert Remains.of_run("two", "here", replaces=True, over="one").janitor(tmp_path) is None
+    assert before.exists()
+
+
+@pytest.mark.usefixtures("on_a_node")
+def test_the_janitor_is_released_also_where_what_follows_raises(tmp_path: Path) -> None:
+    own = leave(tmp_path, "two")
+    with (
+        pytest.raises(OSError, match="no thread"),
+        leaving_nothing(Remains.of_run("two", "elsewhere", replaces=False), tmp_path),
+    ):
+        raise OSError("no thread")
+    assert not own.exists()
+    with leaving_nothing(None, tmp_path):
+        pass
+
+
+@pytest.mark.usefixtures("on_a_node")
+def test_where_ray_is_gone_the_end_of_a_run_ends_its_processes_and_removes_what_killed_ones_have_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then the driver's janitor holds it for their successors."""
+    monkeypatch.setattr(run_actors, "ray_answers", lambda: False)
+    actors = RunActors("r", SimpleNamespace(plan=None), None)  # type: ignore[arg-type]
+    killed, hold = leave(tmp_path, "one"), Hold(tmp_path, "one")
+    with subprocess.Popen(["sleep", "600"]) as process:
+        try:
+            actors.local.find({"rank 0": Member(who="rank 0", pid=process.pid, node="n", host="h")}, "n")
+            actors._share, actors.local.janitor = tmp_path, hold  # type: ignore[assignment]
+            actors.end(politely=False)
+            assert not psutil.pid_exists(process.pid)
+        finally:
+            process.kill()
+    assert not killed.exists()

@@ -1,4 +1,4 @@
-"""The live page: its bytes, its JSON beside what exporters serve, who may see it, and how a browser shows it."""
+"""The live page: its bytes, its JSON beside what exporters serve, and who may see it."""
 
 from __future__ import annotations
 
@@ -42,8 +42,6 @@ from rayzero.telemetry.metric import Role
 from rayzero.telemetry.recorder import MemoryRecorder
 from rayzero.telemetry.scrape import Target, Viewer
 from tests.support.waiting import until
-
-from .browser import CHROMIUM, chromium
 
 HOST = "127.0.0.1"
 EVIL = "<img src=x onerror=alert(1)>"
@@ -329,50 +327,3 @@ def test_the_coordinator_tells_what_happened(tmp_path: Path) -> None:
     value = coordinator._recorder.total
     assert value(names.LOGGER_ROWS, logger="wandb", result="sent") == 3
     assert value(names.LOGGER_ROWS, logger="mlflow", result="lost") == 1
-
-
-# ---- in a browser ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
-@pytest.mark.timeout(200)
-def test_a_browser_shows_it_at_two_sizes_in_light_and_dark(served: Served, tmp_path: Path) -> None:
-    advance(served, range(1, 321))
-    served.page.refresh()
-    address = f"http://{served.exporter.address}/"
-    with chromium() as tab:
-        tab.look_like(1280, 1000, "light")
-        tab.ask("Page.navigate", url=address)
-        tab.wait_for("document.body && document.body.dataset.shown && document.querySelector('#ranks table') != null")
-        backs = set()
-        for width, scheme in ((1280, "light"), (1280, "dark"), (390, "light"), (390, "dark")):
-            tab.look_like(width, 1000, scheme)
-            tab.wait_for(f"innerWidth === {width} && document.querySelectorAll('#loss-chart .dot').length === 8")
-            assert tab.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0, (
-                "nothing is cut or scrolls sideways"
-            )
-            backs.add(tab.evaluate("getComputedStyle(document.body).backgroundColor"))
-            tab.picture(tmp_path / f"{width}-{scheme}.png")
-            assert (tmp_path / f"{width}-{scheme}.png").stat().st_size > 20_000
-        assert len(backs) == 2
-        text = {
-            name: tab.evaluate(f"document.getElementById('{name}').textContent") for name in ("run", "step", "loss")
-        }
-        assert text == {"run": f"demo {EVIL}", "step": "320", "loss": "2.5000"}
-        assert tab.evaluate("document.querySelectorAll('main img, main script').length") == 0
-        labels = tab.evaluate(
-            "[...document.querySelectorAll('svg[role=img]')].map(one => one.getAttribute('aria-label'))"
-        )
-        assert labels[0].startswith("Loss: 1.4"), labels[0]
-        assert len(labels) == 2 + 4, "loss, speed; grad_norm, lr, memory_bytes and a strange name"
-        assert "memory_bytes: 588 MiB, between 588 MiB and 588 MiB" in labels
-        assert tab.evaluate("document.querySelectorAll('#owners tbody tr').length") == 2
-        assert tab.evaluate("document.getElementById('followed').hidden")
-        follow(served)
-        tab.wait_for("!document.getElementById('followed').hidden")
-        cells = tab.evaluate("[...document.querySelectorAll('#followers tbody tr > *')].map(one => one.textContent)")
-        assert cells[:4] == ["3", "318", "320", "2"]
-        served.exporter.close()
-        tab.wait_for("document.getElementById('state').className === 'gone'")
-        assert {request.rpartition("/")[2] for request in tab.requests} <= {"", "live.json", "data:,", "about:blank"}
-        assert [said for said in tab.errors if "ERR_CONNECTION_REFUSED" not in said] == []

@@ -96,11 +96,6 @@ def test_csv_has_each_step_once_and_a_column_for_each_name(tmp_path: Path) -> No
     assert [row["step"] for row in read_csv(tmp_path)] == ["1", "2"]
 
 
-def test_a_resumed_run_has_each_step_once_in_csv(tmp_path: Path) -> None:
-    killed_and_resumed("csv", tmp_path)
-    assert [(int(row["step"]), float(row["loss"])) for row in read_csv(tmp_path)] == expected(range(1, 15))
-
-
 def test_a_resumed_run_has_each_step_once_in_tensorboard(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     write_rows(tmp_path, range(0), note="text is no scalar")
@@ -197,38 +192,22 @@ def feed(run_dir: Path, reporter: Any) -> Feed:
     return Feed(RowTail(run_dir), reporter, FeedState.read(run_dir / "saved.json"))
 
 
-def test_a_logger_that_is_down_gets_all_rows_when_it_is_back(tmp_path: Path) -> None:
-    taken: list[int] = []
-    down = [True]
-    one = feed(tmp_path, Recorded(taken, lambda step: down[0]))
-    for first in (0, 3):
-        write_rows(tmp_path, range(first, first + 3))
-        assert not one.forward()
-    assert (one.sent, one.lost, one.error) == (0, 0, "ConnectionError: not step 5")
-    down[0] = False
-    assert one.forward()
-    assert (taken, one.sent, one.lost) == ([0, 1, 2, 3, 4, 5], 6, 0)
-
-
-def test_a_row_that_is_refused_holds_up_no_other(tmp_path: Path) -> None:
-    taken: list[int] = []
-    one = feed(tmp_path, Recorded(taken, lambda step: step == 2))
-    write_rows(tmp_path, range(3))
-    assert one.forward()
-    assert (taken, one.sent, one.lost) == ([0, 1], 2, 1)
-    write_rows(tmp_path, range(3, 5))
-    assert one.forward()
-    assert (taken, one.lost) == ([0, 1, 3, 4], 1)
-
-
-def test_a_row_that_is_refused_alone_waits_for_the_next_ones(tmp_path: Path) -> None:
-    taken: list[int] = []
-    one = feed(tmp_path, Recorded(taken, lambda step: step == 0))
-    write_rows(tmp_path, range(1))
-    assert not one.forward()
-    write_rows(tmp_path, range(1, 3))
-    assert one.forward()
-    assert (taken, one.lost) == ([1, 2], 1)
+@pytest.mark.parametrize(
+    ("refused", "first", "taken"),
+    [
+        (2, [(range(3), True), (range(3, 5), True)], [0, 1, 3, 4]),
+        (0, [(range(1), False), (range(1, 3), True)], [1, 2]),  # alone, it waits for the next ones
+    ],
+)
+def test_a_row_that_is_refused_holds_up_no_other(
+    tmp_path: Path, refused: int, first: list[tuple[range, bool]], taken: list[int]
+) -> None:
+    found: list[int] = []
+    one = feed(tmp_path, Recorded(found, lambda step: step == refused))
+    for steps, forwarded in first:
+        write_rows(tmp_path, steps)
+        assert one.forward() == forwarded
+    assert (found, one.sent, one.lost) == (taken, len(taken), 1)
 
 
 def test_ranks_rows_are_shown_of_rank_0_alone_and_several_of_a_step_are_all_sent(tmp_path: Path) -> None:

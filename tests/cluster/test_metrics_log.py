@@ -46,11 +46,6 @@ def test_every_report_of_every_rank_is_a_row_that_is_in_the_file_at_once(log, tm
     assert read_log(tmp_path)[2] == {"step": 1, "rank": 0, "time": 101.0, "validation": 2.0}
 
 
-def test_a_run_that_reports_nothing_leaves_no_file(log, tmp_path):
-    log.add([])
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_reports_that_are_made_again_after_the_whole_run_was_killed_are_rows_once(log, tmp_path):
     def made(*at: tuple[int, int]) -> list[Report]:
         return [Report(rank=0, step=step, number=number, metrics={"n": number}) for step, number in at]
@@ -144,15 +139,6 @@ def test_a_resumed_run_keeps_the_rows_up_to_its_checkpoint(log, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [METRICS]
 
 
-def test_a_file_with_nothing_to_drop_is_not_touched(log, tmp_path):
-    trim_log(tmp_path, 5)
-    assert not (tmp_path / METRICS).exists()
-    log.add([report(1), report(2)])
-    before = (tmp_path / METRICS).stat()
-    trim_log(tmp_path, 2)
-    assert (tmp_path / METRICS).stat() == before
-
-
 def test_rows_are_dropped_on_a_full_disk_too(log, tmp_path, monkeypatch):
     def full(path, text):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -167,17 +153,6 @@ def test_rows_are_dropped_on_a_full_disk_too(log, tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"cannot write .*: No space left"):
         trim_log(tmp_path, 2)
     assert [row["step"] for row in read_log(tmp_path)] == [3, 2], "a row in between is not cut off"
-
-
-def test_a_last_line_cut_short_is_left_out(log, tmp_path, caplog):
-    log.add([report(1), report(2)])
-    path = tmp_path / METRICS
-    whole = path.read_text()
-    path.write_text(whole[:-20])
-    assert [row["step"] for row in read_log(tmp_path)] == [1]
-    trim_log(tmp_path, 9)
-    assert path.read_text() == whole.splitlines(keepends=True)[0], "the next row begins a line"
-    assert caplog.messages == []
 
 
 def test_a_log_that_is_no_file_is_an_error(tmp_path):

@@ -163,16 +163,6 @@ def test_ports_follow_each_other_from_the_first_on() -> None:
     assert [port.rpartition(":")[2] for port in listeners(config, ["a"] * 4)] == ["9400", "9500", "9501", "9502"]
 
 
-def test_every_process_is_named_by_role_and_index() -> None:
-    targets = [s.target("x:1") for s in plan_exporters("demo", members(["h"] * 4), TelemetryConfig(), SHM).values()]
-    assert targets == [
-        Target(address="x:1", run="demo", role=Role.COORDINATOR, node="h"),
-        Target(address="x:1", run="demo", role=Role.OPTIMIZER, node="h", index=0),
-        Target(address="x:1", run="demo", role=Role.RANK, node="h", index=0),
-        Target(address="x:1", run="demo", role=Role.RANK, node="h", index=1),
-    ]
-
-
 def made(config: TelemetryConfig, hosts: list[str], certificates: Certificates = OPEN) -> Exporters:
     """The exporters of a run, all of them open: each at the port that it asks for, or else at 40000 + its number."""
     planned = plan_exporters("demo", members(hosts), config, SHM)
@@ -200,11 +190,6 @@ def test_a_process_that_takes_a_place_later_asks_what_is_newest() -> None:
     rank, joins = run.of("rank 0"), run.for_owner(1, "c", beside_first=False, coming=[])
     assert rank is not None
     assert rank.protection == joins.protection == access.own
-
-
-def test_without_telemetry_there_are_none() -> None:
-    run = Exporters({}, "auto", OPEN)
-    assert (run.of("rank 0"), run.again("coordinator"), run.targets) == (None, None, ())
 
 
 def test_an_owner_that_joins_has_the_first_port_behind_all_others() -> None:

@@ -119,21 +119,6 @@ def test_reports_arrive_in_order_and_close_sends_the_rest():
     assert [r.metrics["step"] for r in arrived] == list(range(100))
 
 
-def test_put_returns_while_an_earlier_batch_is_still_being_sent():
-    sending, let_go = threading.Event(), threading.Event()
-
-    def slow(batch: list[Report]) -> None:
-        sending.set()
-        assert let_go.wait(10)
-
-    channel = ReportChannel(slow)
-    channel.put(report(0))
-    assert sending.wait(10)
-    channel.put(report(1))  # would hang here if it waited for the batch
-    let_go.set()
-    channel.close(timeout_s=10)
-
-
 def test_a_loop_far_ahead_of_the_receiver_waits():
     sending, let_go = threading.Event(), threading.Event()
     arrived: list[Report] = []

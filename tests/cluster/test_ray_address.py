@@ -50,10 +50,6 @@ def deserted() -> Iterator[str]:
         yield f"127.0.0.1:{taken.getsockname()[1]}"
 
 
-def test_without_variable_and_file_a_ray_is_started(noted: Path) -> None:
-    assert find_ray() == ray_address.RayAddress(None)
-
-
 def test_a_ray_that_answers_is_joined_from_the_file_and_from_the_variable(
     noted: Path, answering: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,11 +82,6 @@ def refusal(*all_of: Tries) -> str:
     return str(refused.value)
 
 
-def test_nothing_is_said_where_everybody_reaches_everybody(answers: dict[str, Any]) -> None:
-    taken(tries("rank 0", "a", 0, 1), tries("rank 1", "b", 0, 1)).require()
-    ReachTrial([]).require()
-
-
 def test_who_is_to_answer_is_named_and_nobody_tries_before_all_owners_have_said_their_ports(
     answers: dict[str, Any],
 ) -> None:
@@ -102,18 +97,6 @@ def test_who_is_to_answer_is_named_and_nobody_tries_before_all_owners_have_said_
         trial.take(call)
     assert trial.calls == {}
     trial.require()
-
-
-@pytest.mark.parametrize(
-    ("address", "said"),
-    [
-        ("10.0.0.1:50", "the host b cannot connect to optimizer 1 at 10.0.0.1:50: Connection refused; "),
-        ("10.0.0.1:60", "the host b reaches optimizer 1, but not its port for tensors, 10.0.0.1:60: Connection refu"),
-    ],
-)
-def test_who_is_not_reached_is_named(answers: dict[str, Any], address: str, said: str) -> None:
-    answers["rank 1 tries"] = {address: REFUSED}
-    assert refusal(tries("rank 0", "a", 0, 1), tries("rank 1", "b", 0, 1)).startswith(said)
 
 
 def test_an_owner_and_who_is_to_take_its_place_are_two_of_one_name(answers: dict[str, Any]) -> None:

@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -87,28 +86,3 @@ def test_a_death_while_they_change_costs_nothing(trainer, nothing_left, tmp_path
     record = read_record(tmp_path / "demo")
     assert [(one["after"], one["failed"]) for one in record["rescales"]] == [(3, None), (1, None)]
     assert [one["who"] for one in record["recoveries"]] == ["optimizer 0"]
-
-
-def refused(config: Any) -> None:
-    """Train, and ask for what cannot be on the way: the optimizers that there are, then none on the only node."""
-    context = get_context()
-    run_dir = Path(context.run_dir or "")
-
-    def before(step: int) -> None:
-        record = read_record(run_dir)
-        asked = [(), (record["members"][0]["host"],)]
-        if context.rank == 0 and 2 <= step < 2 + len(asked):
-            ask(run_dir, ScaleRequest(num_optimizers=2, avoid=asked[step - 2]))
-            await_outcomes(run_dir, step - 1)
-
-    train(None, before)
-
-
-@pytest.mark.thorough
-def test_a_change_that_cannot_be_is_refused_in_the_record_and_training_goes_on(trainer, nothing_left, tmp_path):
-    trainer(refused).fit()
-    host = read_record(tmp_path / "demo")["members"][0]["host"]
-    assert [one["failed"] for one in read_record(tmp_path / "demo")["rescales"]] == [
-        None,  # nothing to do
-        f"of 1 node, there is none other than {host} for another optimizer",
-    ]

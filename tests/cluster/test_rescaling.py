@@ -1,14 +1,18 @@
-"""What becomes of requests for other optimizers, without a Ray: actors and the cluster are stand-ins."""
+"""What becomes of requests for other optimizers, without a Ray: actors and the cluster are stand-ins. Who asks waits
+for the driver, and not for one that is gone."""
 
 from __future__ import annotations
 
+import json
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
+from clock import Clock
 
 from rayzero.cluster.actor_calls import ANSWER_S, START_S
 from rayzero.cluster.journal import Journal
@@ -16,15 +20,16 @@ from rayzero.cluster.nodes.resources import Node
 from rayzero.cluster.run import Rescaled
 from rayzero.cluster.upkeep import ray_processes
 from rayzero.cluster.upkeep import rescaling as module
+from rayzero.cluster.upkeep import rescaling as scale_module
 from rayzero.cluster.upkeep.ray_processes import RayProcesses
 from rayzero.cluster.upkeep.replacement import Replacement
-from rayzero.cluster.upkeep.rescaling import Rescaling
-from rayzero.config import ScalingConfig, ZeroConfig
+from rayzero.cluster.upkeep.rescaling import Rescaling, scale
+from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
 from rayzero.elastic.controller import Controller
 from rayzero.elastic.members import Answered, MemberId, MemberKind, Process
 from rayzero.elastic.reform import Step
-from rayzero.elastic.scaling import ScaleRequest
-from rayzero.errors import ConfigError
+from rayzero.elastic.scaling import ScaleRequest, take
+from rayzero.errors import ConfigError, RunFailedError
 from rayzero.layout.shard_map import Rescale
 from rayzero.protocol.ownership import Ownership, Prepared
 
@@ -223,19 +228,13 @@ def test_more_owners_than_a_process_may_connect_to_are_refused_before_any_starts
     assert not run.open
 
 
-def test_an_owner_that_may_open_too_few_files_does_not_join(run: Run) -> None:
-    run.actors.limits[3, ("optimizer 2",)] = "it may have too few files open"
-    run.scale(3)
+def test_an_owner_that_may_open_too_few_files_does_not_join_and_no_other_is_awaited(run: Run) -> None:
+    run.actors.limits[4, ("optimizer 2",)] = "it may have too few files open"
+    run.scale(4)
     run.come_up(2, Trial())
     assert [one.failed for one in run.outcomes] == ["optimizer 2: it may have too few files open"]
     assert run.actors.ended == 1
     assert "watch of optimizer 2" not in run.processes.calls
-
-
-def test_of_a_change_that_is_refused_no_process_is_awaited(run: Run) -> None:
-    run.actors.limits[4, ("optimizer 2",)] = "it may have too few files open"
-    run.scale(4)
-    run.come_up(2, Trial())
     assert run.open == []
 
 
@@ -370,3 +369,69 @@ def test_a_successor_that_does_not_say_that_it_knows_the_others_is_refused(run: 
     assert isinstance(event, Answered)
     assert event.refused == f"no answer within {ANSWER_S:g} s"
     assert run.processes.refusals(late) == []
+
+
+# ---- who asks -------------------------------------------------------------------------------------------------------
+
+
+ELSEWHERE = {"pid": 4711, "host": "another-host"}  # whose processes nobody here sees
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Time that passes while ``scale`` sleeps."""
+    clock = Clock()
+
+    def sleep(seconds: float) -> None:
+        clock.now += seconds
+
+    monkeypatch.setattr(scale_module.time, "monotonic", clock)
+    monkeypatch.setattr(scale_module.time, "sleep", sleep)
+    return clock
+
+
+def record(folder: Path, **entries: Any) -> None:
+    config = {"zero": ZeroConfig().model_dump(mode="json"), "run": RunConfig(max_failures=1).model_dump(mode="json")}
+    content = {"run": "demo", "state": "running", "started_at": 1.0, "driver": ELSEWHERE, "config": config} | entries
+    (folder / "run.json").write_text(json.dumps(content))
+
+
+def test_a_driver_that_takes_no_request_is_named_and_finds_none_later(tmp_path: Path, clock: Clock) -> None:
+    record(tmp_path)
+    with pytest.raises(RunFailedError, match=r"'demo', pid 4711 on another-host, has not taken .* within 120 s: see"):
+        scale(tmp_path, 3)
+    assert take(tmp_path) == []
+    assert clock.now == pytest.approx(100.0 + 120.0, abs=1.0)
+
+
+def test_a_run_that_starts_is_waited_for(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    record(tmp_path, state="starting")
+    looks = iter(range(10_000))
+
+    def sleep(seconds: float) -> None:
+        clock.now += seconds
+        if next(looks) == 5_000:
+            record(tmp_path)
+
+    monkeypatch.setattr(scale_module.time, "sleep", sleep)
+    with pytest.raises(RunFailedError, match="has not taken"):
+        scale(tmp_path, 3)
+    assert clock.now == pytest.approx(100.0 + 1_000.0 + 120.0, abs=1.0)
+
+
+def test_a_request_that_was_taken_is_waited_for_as_long_as_it_takes(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record(tmp_path)
+    taken: list[ScaleRequest] = []
+
+    def sleep(seconds: float) -> None:
+        clock.now += seconds
+        taken.extend(take(tmp_path))
+        if clock.now > 1_000.0:
+            record(tmp_path, rescales=[asdict(Rescaled(id=taken[0].id, why="asked", before=2, after=3, failed=None))])
+
+    monkeypatch.setattr(scale_module.time, "sleep", sleep)
+    found = scale(tmp_path, 3)
+    assert found is not None
+    assert (found.before, found.after) == (2, 3)

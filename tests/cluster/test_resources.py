@@ -61,34 +61,36 @@ def test_a_smaller_cluster_keeps_as_many_ranks_as_have_a_place_and_then_as_many_
     assert rescaled(asked, [Node(cpus=1)]) == asked, "there is no place for a rank and an optimizer"
 
 
-def test_missing_gpus_are_named_with_their_setting():
-    plan = plan_resources(ScalingConfig(num_workers=2, use_gpu=True), LAPTOP)
-    assert missing_resources(plan, LAPTOP) == (
-        "the run needs 2 GPUs (scaling_config.use_gpu: 1 for each of 2 ranks), but the cluster has 0; "
-        "lower num_workers or set use_gpu=False"
-    )
-
-
-def test_missing_cpus_are_named_with_the_sum_and_the_settings():
-    plan = plan_resources(ScalingConfig(cpus_per_worker=4, cpus_per_optimizer=1), LAPTOP)
-    assert missing_resources(plan, LAPTOP) == (
-        "the run needs 10 CPUs (2 ranks x 4 + 2 optimizers x 1), but the cluster has 2 CPUs; lower "
-        "scaling_config.cpus_per_worker, cpus_per_optimizer, num_workers or num_optimizers"
-    )
-
-
-def test_cpus_that_are_enough_only_across_nodes_are_missing_too():
-    nodes = [Node(cpus=4), Node(cpus=4)]
-    plan = plan_resources(
-        ScalingConfig(num_workers=1, num_optimizers=1, cpus_per_worker=3, cpus_per_optimizer=3), nodes
-    )
-    assert "need one node: no way to place 6 CPUs on 2 nodes (4 CPUs; 4 CPUs)" in str(missing_resources(plan, nodes))
-
-
-def test_gpus_that_are_on_nodes_without_enough_cpus_are_missing_too():
-    nodes = [Node(cpus=1, gpus=2), Node(cpus=64)]
-    scaling = ScalingConfig(num_workers=2, num_optimizers=2, use_gpu=True, cpus_per_worker=1, cpus_per_optimizer=1)
-    assert "2 CPUs and 1 GPU" in str(missing_resources(plan_resources(scaling, nodes), nodes))
+@pytest.mark.parametrize(
+    ("scaling", "nodes", "said"),
+    [
+        (
+            {"use_gpu": True},
+            LAPTOP,
+            "the run needs 2 GPUs (scaling_config.use_gpu: 1 for each of 2 ranks), but the cluster has 0; "
+            "lower num_workers or set use_gpu=False",
+        ),
+        (
+            {"cpus_per_worker": 4, "cpus_per_optimizer": 1},
+            LAPTOP,
+            "the run needs 10 CPUs (2 ranks x 4 + 2 optimizers x 1), but the cluster has 2 CPUs; lower "
+            "scaling_config.cpus_per_worker, cpus_per_optimizer, num_workers or num_optimizers",
+        ),
+        (  # enough, but only across nodes
+            {"num_workers": 1, "num_optimizers": 1, "cpus_per_worker": 3, "cpus_per_optimizer": 3},
+            [Node(cpus=4), Node(cpus=4)],
+            "need one node: no way to place 6 CPUs on 2 nodes (4 CPUs; 4 CPUs)",
+        ),
+        (  # GPUs are on a node without enough CPUs
+            {"use_gpu": True, "cpus_per_worker": 1, "cpus_per_optimizer": 1},
+            [Node(cpus=1, gpus=2), Node(cpus=64)],
+            "2 CPUs and 1 GPU",
+        ),
+    ],
+)
+def test_what_is_missing_is_named_with_the_sum_and_the_settings(scaling, nodes, said):
+    missing = missing_resources(plan_resources(ScalingConfig(**scaling), nodes), nodes)
+    assert missing == said if said.startswith("the run") else said in str(missing)
 
 
 OPTIMIZER_NODE = {"rayzero.io/role": "optimizer"}

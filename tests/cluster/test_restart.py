@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-import rayzero
 from rayzero.cluster.files.metrics_log import read_log
 from rayzero.cluster.files.run_record import read_record
 from rayzero.config import ZeroConfig
 from tests.support import needs
 
-from .processes import Kills, until_killed
-from .tiny import batch, make, unsharded
+from .compared_run import train_from_checkpoints
+from .processes import Kills
+from .tiny import unsharded
 
 pytestmark = [
     pytest.mark.thorough,
@@ -28,29 +27,8 @@ pytestmark = [
 STEPS = 30
 
 
-def train(config: dict[str, Any]) -> None:
-    """A loop that tracks nothing: no rank of it can repeat a step alone. Saves every ``config["every"]`` steps.
-    ``config["kills"]``: the steps at which ``Kills`` kills."""
-    context = rayzero.get_context()
-    model, plain = make()
-    model, optimizer = rayzero.prepare(model, plain)
-    for step in range(context.step, STEPS):
-        until_killed(Path(context.run_dir or ""), config["kills"], step)
-        loss = model(batch(step, context.rank)).square().mean()
-        loss.backward()
-        optimizer.clip_grad_norm_(0.05)
-        optimizer.step()
-        optimizer.zero_grad()
-        rayzero.report({"done": step + 1, "loss": loss.item()})
-        if (step + 1) % config["every"] == 0:
-            rayzero.save_checkpoint(optimizer, Path(context.run_dir or "") / "checkpoints" / f"step-{step + 1}")
-    weights = rayzero.full_state_dict(model)
-    if context.rank == 0:
-        save_file(weights, Path(context.run_dir or "") / "weights.safetensors")
-
-
 def is_right(run_dir: Path) -> bool:
-    ours = load_file(run_dir / "weights.safetensors")
+    ours = load_file(run_dir / f"weights-{STEPS}.safetensors")
     return all(torch.allclose(ours[name], value, atol=1e-6) for name, value in unsharded(STEPS).items())
 
 
@@ -66,8 +44,8 @@ def test_anew_before_the_first_checkpoint_and_later_from_the_newest(trainer, not
     said: list[str] = []
     kills = Kills(tmp_path / "demo", {5: "optimizer 0", 15: "rank 1"})
     grpc = ZeroConfig(transport="grpc", stall_timeout=60.0)
-    config = {"every": 10, "kills": kills.steps}
-    result = trainer(train, config, on_report=kills, on_phase=said.append, zero_config=grpc).fit()
+    config = {"steps": STEPS, "saves": (10, 20, 30), "kills": kills.steps, "pause": 0.0}
+    result = trainer(train_from_checkpoints, config, on_report=kills, on_phase=said.append, zero_config=grpc).fit()
     assert is_right(result.path)
     assert rows(result.path) == EACH_ONCE
     record = read_record(result.path)

@@ -33,24 +33,6 @@ def config(tmp_path, **settings) -> RunConfig:
     return RunConfig(name="demo", storage_path=str(tmp_path), **settings)
 
 
-def test_a_new_run_gets_a_directory_and_no_checkpoint(tmp_path):
-    directory = RunDirectory.open(config(tmp_path))
-    assert directory.path == tmp_path / "demo"
-    assert directory.start.checkpoint is None
-    assert directory.checkpoints.catalog().newest() is None
-
-
-def test_resume_without_a_checkpoint_is_one_line_and_writes_nothing(tmp_path):
-    with pytest.raises(CheckpointError, match="nothing to resume"):
-        RunDirectory.open(config(tmp_path, resume=True))
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_resume_from_a_place_that_is_no_checkpoint_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="nowhere"):
-        RunDirectory.open(config(tmp_path, resume=str(tmp_path / "nowhere")))
-
-
 def saved(tmp_path, *steps: int) -> list[Path]:
     """Checkpoints of the run "demo"."""
     return [save_checkpoint(tmp_path / "demo", step, {"w": (3, 5)}) for step in steps]
@@ -123,12 +105,6 @@ def test_a_checkpoint_whose_replacement_was_killed_is_what_the_run_resumes_from(
     killed_while_replacing(newest)
     start = find(config(tmp_path, resume=True))
     assert (start.checkpoint, start.step) == (newest, 20)
-
-
-def test_a_checkpoint_whose_replacement_was_killed_is_named_by_its_name(tmp_path):
-    [checkpoint] = saved(tmp_path, 20)
-    killed_while_replacing(checkpoint)
-    assert find_start(config(tmp_path, resume=str(checkpoint))).checkpoint == checkpoint
 
 
 def test_a_fresh_run_does_not_overlook_a_checkpoint_whose_replacement_was_killed(tmp_path):
@@ -282,21 +258,6 @@ def test_another_place_goes_on_from_an_older_checkpoint(tmp_path):
     older, _ = saved(tmp_path, 10, 20)
     with RunDirectory.open(RunConfig(name="branch", storage_path=str(tmp_path), resume=str(older))) as directory:
         assert (directory.start.checkpoint, directory.start.step) == (older, 10)
-
-
-def test_a_storage_path_that_cannot_be_made_is_refused_by_name(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"storage_path.*: cannot make"):
-        RunDirectory.open(RunConfig(name="demo", storage_path=str(tmp_path / "file")))
-
-
-def test_the_record_is_written_whole(tmp_path):
-    directory = RunDirectory.open(config(tmp_path))
-    assert read_record(directory.path) is None
-    directory.write_record(run_record(RunState.RUNNING))
-    directory.write_record(run_record(RunState.FINISHED))
-    assert read_record(directory.path) == run_record(RunState.FINISHED).model_dump()
-    assert sorted(p.name for p in directory.path.iterdir()) == [".lock", "checkpoints", "run.json"]
 
 
 HOLD = """

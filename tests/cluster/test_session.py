@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -28,16 +27,15 @@ def terminate(*_: Any, **__: Any) -> None:
 @pytest.mark.thorough
 @pytest.mark.ray
 @pytest.mark.timeout(300)
-def test_sigterm_while_ray_starts_is_a_stop_and_leaves_nothing_of_it(tmp_path: Path) -> None:
-    with tempfile.TemporaryDirectory(prefix="rz", dir="/tmp") as ray_files:  # short: sockets have their path there
-        script = start_script(tmp_path, 0, RAY_TMPDIR=ray_files)
-        while not any(process.name() == "raylet" for process in everyone_of(script.pid)):
-            assert script.poll() is None
-            time.sleep(0.01)
-        script.terminate()
-        said = script.communicate(timeout=100)[0]
-        assert script.returncode == 143, said
-        assert still_there([one for one in psutil.process_iter() if logs_to(ray_files, one)], timeout_s=20) == []
+def test_sigterm_while_ray_starts_is_a_stop_and_leaves_nothing_of_it(tmp_path: Path, ray_files: Path) -> None:
+    script = start_script(tmp_path, 0, RAY_TMPDIR=str(ray_files))
+    while not any(process.name() == "raylet" for process in everyone_of(script.pid)):
+        assert script.poll() is None
+        time.sleep(0.01)
+    script.terminate()
+    said = script.communicate(timeout=100)[0]
+    assert script.returncode == 143, said
+    assert still_there([one for one in psutil.process_iter() if logs_to(str(ray_files), one)], timeout_s=20) == []
     assert read_record(tmp_path / "script")["state"] == "stopped"
 
 

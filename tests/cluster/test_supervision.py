@@ -52,13 +52,6 @@ def test_a_consequence_waits_for_its_cause_and_the_cause_is_named():
     assert [other.who for other in watch.others] == ["rank 0"]
 
 
-def test_a_consequence_without_a_cause_is_named_after_a_while():
-    watch = Watch(2, settle_s=3.0)
-    watch.finished(RankOutcome(rank=0, failure=caught("rank 0", RankLeftError("rank 1 left"))), 5.0)
-    assert watch.verdict(8.0) is Verdict.FAILED
-    assert "rank 1 left" in watch.cause.what
-
-
 def test_an_end_after_a_consequence_does_not_make_the_run_finished():
     watch = Watch(2, settle_s=3.0)
     watch.finished(RankOutcome(rank=0, failure=caught("rank 0", RankLeftError("rank 1 left"))), 5.0)

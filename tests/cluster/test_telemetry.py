@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import time
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -15,13 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
-from telemetry.web_configs import HASH, TestAuthority, written
+from telemetry.exposed import Series, get, series_of
 from typer.testing import CliRunner
 
 from rayzero.cli import app
 from rayzero.cluster.driver import Result, ZeroTrainer
-from rayzero.cluster.files.key_files import VIEWER_FILE, read_viewer
 from rayzero.cluster.files.run_record import run_status
 from rayzero.cluster.files.tracing import trace_run
 from rayzero.cluster.run import Report
@@ -30,7 +26,6 @@ from rayzero.engine.context import get_context, report
 from rayzero.errors import ConfigError
 from rayzero.telemetry import names
 from rayzero.telemetry.metric import Kind, Metric, Role
-from rayzero.telemetry.scrape import discover, scrape
 
 from .tiny import tiny_steps
 
@@ -41,17 +36,6 @@ KEPT = 6  # of which a trace is left
 RANKS, OWNERS = ("rank 0", "rank 1"), ("optimizer 0", "optimizer 1")
 UNITS = ("blocks.0", "blocks.1", "blocks.2", "root")  # the head is the root's: its forward is the whole one
 ONE_EACH = {"threads_per_worker": 1, "threads_per_optimizer": 1, "cpus_per_worker": 1, "cpus_per_optimizer": 1}
-Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
-
-
-def get(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=30) as answer:
-        return answer.read().decode()
-
-
-def series_of(text: str) -> Series:
-    families = text_string_to_metric_families(text)
-    return {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
 
 
 def train(config: Mapping[str, Any]) -> None:
@@ -152,6 +136,7 @@ def test_discovery_tells_of_every_process_with_its_labels(seen) -> None:
         {"run": "demo", "role": "rank", "node": node, "rank": "0"},
         {"run": "demo", "role": "rank", "node": node, "rank": "1"},
     ]
+    assert {name for each in labels for name in each} == set(names.TARGET_LABELS)
     assert all(group["targets"][0].startswith("127.0.0.1:") for group in seen.discovered)
 
 
@@ -165,14 +150,6 @@ def test_the_live_page_shows_the_run(seen) -> None:
     assert live["events"][-1]["text"] == "the run is running"
     hosts = {member["who"]: member["host"] for member in seen.status["members"]}
     assert {row["who"]: row["host"] for row in live["ranks"] + live["owners"]} == hosts
-
-
-def test_the_record_and_status_have_the_same_targets(seen) -> None:
-    telemetry = json.loads((seen.storage / "demo" / "run.json").read_text())["telemetry"]
-    assert telemetry == seen.status["telemetry"]
-    assert [(t["address"], t["labels"]) for t in telemetry["targets"]] == [
-        (group["targets"][0], group["labels"]) for group in seen.discovered
-    ]
 
 
 def test_a_prometheus_that_was_configured_once_finds_the_run_while_it_lasts(seen) -> None:
@@ -289,21 +266,6 @@ def slices(seen: Seen) -> list[Slice]:
     return slices_of(json.loads((seen.result.path / "trace.json").read_text())["traceEvents"])
 
 
-def test_every_event_is_what_the_trace_event_format_asks_for(seen) -> None:
-    for event in json.loads((seen.result.path / "trace.json").read_text())["traceEvents"]:
-        assert isinstance(event["pid"], int)
-        assert isinstance(event["tid"], int)
-        assert isinstance(event["name"], str)
-        if event["ph"] == "X":
-            assert event["ts"] >= 0
-            assert event["dur"] >= 0
-        else:
-            assert event["ph"] == "M"
-            known = {"process_name", "process_labels", "process_sort_index", "thread_name", "thread_sort_index"}
-            assert event["name"] in known
-            assert event["args"]
-
-
 def test_every_process_has_its_lanes_and_every_kept_step_is_in_them(slices) -> None:
     steps = {one.step for one in slices if one.lane == "forward"}
     assert len(steps) == KEPT
@@ -380,44 +342,6 @@ def test_a_run_that_is_over_is_refused_and_its_own_trace_named(seen) -> None:
 
 
 # ---- other runs
-
-
-@pytest.mark.thorough
-def test_a_port_that_is_taken_ends_the_start_with_one_line(trainer, nothing_left, tmp_path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(
-            ConfigError, match=f"telemetry of coordinator cannot listen on 127.0.0.1:{port}: Address al"
-        ):
-            trainer(train, {}, run={"telemetry": TelemetryConfig(port=port)}).fit()
-
-
-@pytest.mark.thorough
-def test_a_protected_run_is_read_by_its_own_tools_and_not_by_others(trainer, nothing_left, tmp_path) -> None:
-    """Over TLS, with a password; ``rayzero top`` and ``rayzero trace`` ask as they do here."""
-    TestAuthority(tmp_path).issue("server")
-    web = f"tls_server_config: {{cert_file: server.pem, key_file: server.key}}\nbasic_auth_users: {{reader: {HASH}}}\n"
-    looks = []
-
-    def look(one: Report) -> None:
-        if one.metrics["step"] == 5 and not looks:
-            folder = tmp_path / "demo"
-            record, viewer = run_status(folder), read_viewer(folder)
-            targets = discover(record["telemetry"]["http_sd"], timeout_s=30, viewer=viewer)
-            told = [one.error for one in scrape(targets, timeout_s=30, viewer=viewer).processes]
-            strangers = [one.error for one in scrape(targets, timeout_s=30).processes]
-            looks.append((targets, told, strangers, trace_run(folder, 0.1)))
-            (tmp_path / "looked").touch()
-
-    protected = {"telemetry": TelemetryConfig(web_config=written(tmp_path, web))}
-    config = {"steps": 5, "looked": str(tmp_path / "looked")}
-    trainer(train, config, run=protected, on_report=look).fit()
-    targets, told, strangers, traced = looks[0]
-    assert [target.scheme for target in targets] == ["https"] * 5
-    assert told == [None] * 5
-    assert all(str(error).startswith("TLS: ") for error in strangers)
-    assert traced.keys() == {"rank 0", "rank 1", "optimizer 0", "optimizer 1"}
-    assert not (tmp_path / "demo" / VIEWER_FILE).exists()
 
 
 @pytest.mark.thorough

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from telemetry.exposed import rank_settings
+from telemetry.exposed import get, rank_settings
 from telemetry.strange_servers import drip, served_by
 
 from rayzero.cluster.files import tracing
@@ -22,8 +22,6 @@ from rayzero.telemetry.metric import Role
 from rayzero.telemetry.recorder import MemoryRecorder
 from rayzero.telemetry.scrape import Target, service_discovery
 
-from .test_telemetry import get
-
 
 def record_of(folder: Path, **other: Any) -> Path:
     record = {"run": "demo", "state": "finished", "started_at": 0.0, "driver": {"pid": os.getpid(), "host": "far"}}
@@ -31,24 +29,27 @@ def record_of(folder: Path, **other: Any) -> Path:
     return folder
 
 
-def test_a_run_that_kept_no_trace_says_how_to_have_one(tmp_path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"\(finished\) and kept no trace; trace a run while .* run.telemetry.trace_steps=10"
-    ):
-        trace_run(record_of(tmp_path), 1.0)
+@pytest.mark.parametrize(
+    ("record", "error", "said"),
+    [
+        ({}, ConfigError, r"\(finished\) and kept no trace; trace a run while .* run.telemetry.trace_steps=10"),
+        ({"state": "running"}, ConfigError, r"run 'demo' cannot be traced, because .*enabled=false"),
+        (
+            {"state": "running", "telemetry": {"http_sd": "http://127.0.0.1:9/sd", "targets": []}},
+            RunFailedError,
+            r"run 'demo' does not answer at http://127.0.0.1:9/sd: .*refused",
+        ),
+    ],
+    ids=["ended", "without telemetry", "gone"],
+)
+def test_a_run_that_cannot_be_traced_says_why(record, error, said, tmp_path) -> None:
+    with pytest.raises(error, match=said):
+        trace_run(record_of(tmp_path, **{"telemetry": None} | record), 1.0)
 
 
-def test_a_run_without_telemetry_is_refused_by_name(tmp_path) -> None:
-    with pytest.raises(ConfigError, match=r"run 'demo' cannot be traced, because .*enabled=false"):
-        trace_run(record_of(tmp_path, state="running", telemetry=None), 1.0)
+def test_a_trace_needs_telemetry() -> None:
     with pytest.raises(ConfigError, match="trace_steps needs enabled: true"):
         TelemetryConfig(enabled=False, trace_steps=1)
-
-
-def test_a_run_that_does_not_answer_is_one_line(tmp_path) -> None:
-    gone = {"http_sd": "http://127.0.0.1:9/sd", "targets": []}
-    with pytest.raises(RunFailedError, match=r"run 'demo' does not answer at http://127.0.0.1:9/sd: .*refused"):
-        trace_run(record_of(tmp_path, state="running", telemetry=gone), 1.0)
 
 
 @pytest.mark.parametrize(

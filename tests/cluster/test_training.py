@@ -1,9 +1,11 @@
-"""Training on Ray, over gRPC, with the real store: the same weights as plain PyTorch, and every byte counted."""
+"""Training on Ray, over gRPC, with the real store: the same weights as plain PyTorch, and every byte counted. A run
+that fails ends at once, says who and why, and leaves nothing."""
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 from itertools import islice
 from pathlib import Path
 
@@ -71,16 +73,6 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(trainer, nothing_left, t
 
 
 @pytest.mark.thorough
-def test_owners_beside_the_ranks_learn_the_same(trainer, nothing_left, tmp_path):
-    config, scaling = ZeroConfig(offload_fraction=0.4), {"num_optimizers": 1}
-    result = trainer(train, {"first": 0, "steps": 3}, zero_config=config, scaling=scaling).fit()
-    assert len(read_record(tmp_path / "demo")["addresses"]) == 3  # of an optimizer actor and of two ranks
-    learnt = load_file(result.path / "weights.safetensors")
-    for name, expected in unsharded(3).items():
-        torch.testing.assert_close(learnt[name], expected, rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.thorough
 @pytest.mark.parametrize("who", ["optimizer 1", "rank 1"])
 def test_a_killed_process_is_named_though_the_others_only_see_a_broken_link(trainer, nothing_left, tmp_path, who):
     def kill(one):
@@ -113,3 +105,46 @@ def once(act):
     """``act`` on the first report only."""
     left = iter([act])
     return lambda one: [f(one) for f in islice(left, 1)]
+
+
+# ---- runs that fail -------------------------------------------------------------------------------------------------
+
+
+class OutOfDataError(Exception):
+    pass
+
+
+def rank_one_raises(config):
+    report({"step": 0})
+    if get_context().rank == 1:
+        raise OutOfDataError("no more batches")
+    stopped = threading.Event()
+    get_context().on_close(lambda reason: stopped.set())
+    stopped.wait()
+
+
+def wait_for_ever(config):
+    report({"step": 0})
+    threading.Event().wait()
+
+
+def test_an_exception_in_one_rank_ends_the_run_with_its_class_message_and_traceback(trainer, nothing_left, tmp_path):
+    result = trainer(rank_one_raises, scaling={"num_optimizers": 1}).fit(raise_on_error=False)
+    text = str(result.error)
+    assert text.startswith("run 'demo' failed: rank 1 raised OutOfDataError: no more batches\n")
+    assert 'raise OutOfDataError("no more batches")' in text
+    assert type(result.error.__cause__).__name__ == "OutOfDataError"
+    assert result.metrics_per_rank[1] == {"step": 0}, "what was reported before is kept"
+    record = read_record(tmp_path / "demo")
+    assert record["state"] == "failed"
+    assert record["error"] == text
+
+
+@pytest.mark.thorough
+def test_an_error_of_the_users_callback_ends_even_ranks_that_do_not_listen(trainer, nothing_left, tmp_path):
+    def broken(one):
+        raise ZeroDivisionError("in the progress bar")
+
+    with pytest.raises(ZeroDivisionError, match="in the progress bar"):
+        trainer(wait_for_ever, on_report=broken, scaling={"num_workers": 1, "num_optimizers": 1}).fit()
+    assert read_record(tmp_path / "demo")["state"] == "failed"

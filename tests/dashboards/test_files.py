@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -118,6 +119,15 @@ def test_promtool_agrees(command: tuple[str, ...], promtool: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def agrees(promtool: str, folder: Path, asked: list[dict[str, Any]], **series: str) -> None:
+    """What promtool computes of series, a sample in 15 s, is what was expected."""
+    given = [{"series": name, "values": values} for name, values in series.items()]
+    test = {"interval": "15s", "input_series": given, "promql_expr_test": asked}
+    (folder / "test.yaml").write_text(yaml.safe_dump({"rule_files": [], "tests": [test]}))
+    done = subprocess.run([promtool, "test", "rules", "test.yaml"], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_checkpoints_are_marked_the_first_of_a_run_too(promtool: str, tmp_path: Path) -> None:
     """The metric is not there before a run's first checkpoint: a change of its value alone would miss that one."""
     (marks,) = {found.expr for found in on_boards() if found.where.endswith(": Checkpoints")}
@@ -128,10 +138,7 @@ def test_checkpoints_are_marked_the_first_of_a_run_too(promtool: str, tmp_path: 
         {"expr": f"count({expr})", "eval_time": at, "exp_samples": [{"labels": "{}", "value": 1}] if marked else []}
         for at, marked in (("90s", False), ("2m30s", True), ("4m30s", False), ("6m30s", True), ("8m30s", False))
     ]
-    test = {"interval": "15s", "input_series": [{"series": name, "values": values}], "promql_expr_test": asked}
-    (tmp_path / "test.yaml").write_text(yaml.safe_dump({"rule_files": [], "tests": [test]}))
-    done = subprocess.run([promtool, "test", "rules", "test.yaml"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    agrees(promtool, tmp_path, asked, **{name: values})
 
 
 def test_changes_of_the_optimizers_are_counted_and_marked_the_first_of_a_run_too(promtool: str, tmp_path: Path) -> None:
@@ -158,19 +165,17 @@ def test_changes_of_the_optimizers_are_counted_and_marked_the_first_of_a_run_too
         *(is_at(at, f"count({marks})", **{"{}": 1}) for at in ("2m30s", "6m30s")),
         *(is_at(at, f"count({marks})") for at in ("90s", "4m30s", "8m30s")),
     ]
-    series = [{"series": name, "values": told} for name, told in values.items()]
-    test = {"interval": "15s", "input_series": series, "promql_expr_test": asked}
-    (tmp_path / "test.yaml").write_text(yaml.safe_dump({"rule_files": [], "tests": [test]}))
-    ended = subprocess.run([promtool, "test", "rules", "test.yaml"], cwd=tmp_path, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    agrees(promtool, tmp_path, asked, **values)
 
 
 def test_clipped_steps_are_a_share_of_the_steps_that_the_same_process_decided(promtool: str, tmp_path: Path) -> None:
     """Ranks count their steps elsewhere and later: over theirs, a run that clips every step had more than all."""
     (share,) = {f.expr for f in on_boards() if "rayzero_clipped_steps_total" in f.expr}
-    decided = {"series": 'rayzero_decided_steps_total{run="a",actor="0"}', "values": "0+10x4 60+20x30"}
-    clipped = {"series": 'rayzero_clipped_steps_total{run="a",actor="0"}', "values": "0+10x4 60+20x30"}
-    behind = {"series": 'rayzero_step_seconds_count{run="a",rank="0"}', "values": "_ _ 0+10x4 60+20x30"}
+    counted = {
+        'rayzero_decided_steps_total{run="a",actor="0"}': "0+10x4 60+20x30",
+        'rayzero_clipped_steps_total{run="a",actor="0"}': "0+10x4 60+20x30",
+        'rayzero_step_seconds_count{run="a",rank="0"}': "_ _ 0+10x4 60+20x30",
+    }
     asked = [
         {
             "expr": f"round({with_values(share, interval='1m')}, 0.001)",
@@ -179,10 +184,7 @@ def test_clipped_steps_are_a_share_of_the_steps_that_the_same_process_decided(pr
         }
         for at in ("45s", "75s", "90s", "3m")
     ]
-    test = {"interval": "15s", "input_series": [decided, clipped, behind], "promql_expr_test": asked}
-    (tmp_path / "test.yaml").write_text(yaml.safe_dump({"rule_files": [], "tests": [test]}))
-    done = subprocess.run([promtool, "test", "rules", "test.yaml"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    agrees(promtool, tmp_path, asked, **counted)
 
 
 def test_provisioning_names_what_is_there() -> None:

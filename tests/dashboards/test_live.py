@@ -181,20 +181,6 @@ def test_variables_of_dashboards_have_values(live: Prometheus) -> None:
     assert live.ask("label/role/values") == ["coordinator", "optimizer", "rank"]
 
 
-def test_every_series_has_the_labels_its_name_promises_and_every_name_is_ours(live: Prometheus) -> None:
-    for series in live.ask("series", **{"match[]": '{__name__=~"rayzero_.*"}'}):
-        name = series.pop("__name__")
-        metric = METRICS.get(name) or METRICS[name.rpartition("_")[0]]
-        own = set(series) - {"job", "instance", "le", *names.TARGET_LABELS}
-        assert own == set(metric.labels), name
-        assert series["role"] in metric.roles, name
-
-
-def test_every_metric_that_such_a_run_has_is_there(live: Prometheus) -> None:
-    there = {name.removesuffix("_count") for name in live.ask("label/__name__/values")}
-    assert [name for name, metric in METRICS.items() if metric.only in HAD and name not in there] == []
-
-
 def test_a_change_of_the_optimizers_is_counted_once_and_marked(live: Prometheus) -> None:
     exprs = {found.where.partition(": ")[2]: with_values(found.expr) for found in on_boards()}
     (changes,) = live.values(exprs["Changes A"])

@@ -29,16 +29,8 @@ def _panel(described: dict[str, Any], kind: str) -> dict[str, Any]:
 MUTATIONS: dict[str, Callable[[dict[str, Any]], object]] = {
     "a panel's field": lambda board: _panel(board, "timeseries").update(fieldsConfig={}),
     "a panel's kind": lambda board: _panel(board, "stat").update(type="stats"),
-    "a panel's place": lambda board: _panel(board, "stat")["gridPos"].update(w="6"),
     "an option of lines": lambda board: _panel(board, "timeseries")["options"]["legend"].update(placement="under"),
-    "an option of a tile": lambda board: _panel(board, "stat")["options"].update(graphmode="area"),
-    "a style of lines": lambda board: _panel(board, "timeseries")["fieldConfig"]["defaults"]["custom"].update(width=1),
-    "a unit": lambda board: _panel(board, "stat")["fieldConfig"]["defaults"].update(units="s"),
-    "a query's field": lambda board: _panel(board, "stat")["targets"][0].update(legend="x"),
     "a query's text": lambda board: _panel(board, "stat")["targets"][0].pop("expr"),
-    "an annotation": lambda board: board["annotations"]["list"][0].update(expr="up"),
-    "a variable": lambda board: board["templating"]["list"][0].update(hide="no"),
-    "the dashboard": lambda board: board.update(tag="rayzero"),
 }
 
 

@@ -12,6 +12,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import pytest
 import torch
 import transformers
+from accelerate.state import AcceleratorState, GradientState
 
 from rayzero.engine.context import RankContext, running_in
 from rayzero.integrations import ray_train
@@ -23,6 +24,18 @@ transformers.utils.logging.set_verbosity_error()
 @pytest.fixture(autouse=True)
 def _one_thread(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
     monkeypatch.setenv("RAYZERO_DEBUG", "1")
+
+
+def reset_accelerate() -> None:
+    """Accelerate keeps its state once a process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@pytest.fixture
+def fresh_accelerate() -> Iterator[None]:
+    yield
+    reset_accelerate()
 
 
 @pytest.fixture(autouse=True)

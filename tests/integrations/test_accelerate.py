@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from engine.models import VOCAB, Net, relative_difference, same_bits, seeded, tight
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -25,17 +24,9 @@ from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.integrations.accelerate import ZeroAccelerator
 from rayzero.testing import run_ranks
 
+from .conftest import reset_accelerate
 
-@pytest.fixture(autouse=True)
-def _fresh_state() -> Iterator[None]:
-    """Accelerate keeps its state once a process."""
-    yield
-    _reset()
-
-
-def _reset() -> None:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 
 def loader(size: int = 24, batch_size: int = 4, **settings: Any) -> DataLoader[Any]:
@@ -139,7 +130,7 @@ def test_a_list_of_optimizers_is_one_argument_and_one_optimizer(alone: RankConte
     accelerator = Accelerator(cpu=True)
     plain, *rest = accelerator.prepare(plain, *given, *schedulers, loader())
     train(accelerator, plain, rest[:2], rest[2:4], rest[4])
-    _reset()
+    reset_accelerate()
     ours, given, schedulers = made()
     accelerator = ZeroAccelerator(cpu=True, zero_config=tight(ours))
     ours, optimizer, *rest = accelerator.prepare(ours, given, *schedulers, loader())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import ProjectConfiguration
 from engine.models import VOCAB, relative_difference, same_bits
 from torch import Tensor, nn
@@ -24,21 +23,13 @@ from rayzero.errors import CheckpointError
 from rayzero.integrations.accelerate import ZeroAccelerator
 from rayzero.testing import run_ranks
 
+from .conftest import reset_accelerate
 from .schedules import SCHEDULES, STEPS
 
 WIDTH = 16
 
 
-@pytest.fixture(autouse=True)
-def _fresh_state() -> Iterator[None]:
-    """Accelerate keeps its state once a process."""
-    yield
-    reset()
-
-
-def reset() -> None:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 
 def network() -> nn.Module:
@@ -96,7 +87,7 @@ def test_a_loop_interrupted_at_any_step_and_loaded_equals_one_that_was_not(name:
     config = ZeroConfig(precision="bf16" if name == "StepLR" else "fp32", keep_fp32=("3",))
 
     def accelerator() -> Accelerator:
-        reset()
+        reset_accelerate()
         return ZeroAccelerator(cpu=True, zero_config=config)
 
     with running_in(RankContext()):
@@ -139,7 +130,7 @@ def test_what_a_plain_accelerator_saved_is_gone_on_with(tmp_path: Path) -> None:
     plain.train(end=3)
     plain.accelerator.save_state(str(tmp_path))
     plain.train(begin=3)
-    reset()
+    reset_accelerate()
     with running_in(RankContext()):
         ours = Loop(ZeroAccelerator(cpu=True), SCHEDULES["OneCycleLR"])
         ours.accelerator.load_state(str(tmp_path))

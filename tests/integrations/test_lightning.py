@@ -393,6 +393,11 @@ def test_what_needs_other_ranks_is_refused(module: type, settings: Any, message:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        pytest.param(
+            {"precision": "16-mixed"},
+            r"precision='.*-mixed' is not supported on RayZero: set ZeroConfig",
+            marks=pytest.mark.filterwarnings("ignore:You passed `Trainer.accelerator='cpu', precision='16-mixed'"),
+        ),
         ({"precision": "bf16-mixed"}, r"precision='bf16-mixed' .* ZeroConfig\(precision='bf16'\)"),
         ({"precision": "bf16-true"}, r"precision='bf16-true' .* ZeroConfig\(precision='bf16'\)"),
         ({"precision": "64-true"}, r"precision='64-true'"),
@@ -404,12 +409,6 @@ def test_what_needs_other_ranks_is_refused(module: type, settings: Any, message:
 def test_a_setting_that_cannot_be_right_is_refused(settings: Any, message: str, alone: RankContext) -> None:
     with pytest.raises(UnsupportedError, match=f"Lightning's {message}"):
         trainer(strategy=ZeroStrategy(), **settings)
-
-
-@pytest.mark.filterwarnings("ignore:You passed `Trainer\\(accelerator='cpu', precision='16-mixed'\\)`")
-def test_fp16_autocast_is_refused(alone: RankContext) -> None:
-    with pytest.raises(UnsupportedError, match=r"-mixed' is not supported on RayZero: set ZeroConfig"):
-        trainer(strategy=ZeroStrategy(), precision="16-mixed")
 
 
 class Two(Learner):

@@ -1,4 +1,5 @@
-"""Checkpoints with the names that transformers publishes: they start our models, and ours become such."""
+"""Checkpoints with the names that transformers publishes: they start our models, and ours become such. A follower gives
+those of an export."""
 
 from __future__ import annotations
 
@@ -22,12 +23,16 @@ from transformers import (
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
 import rayzero
+from rayzero import ZeroConfig
 from rayzero.convert.conversion import convert
 from rayzero.convert.translation import with_model_names
 from rayzero.convert.weights import declare_weight
+from rayzero.engine.context import RankContext
 from rayzero.engine.start.initial_values import require_weights
 from rayzero.errors import CheckpointError, ConfigError, UnsupportedError
 from rayzero.integrations.transformers import Trainer, save_pretrained
+from rayzero.testing import run_ranks
+from tests.support import needs
 
 from .zoo import llama, mixtral, qwen3, vit
 
@@ -91,11 +96,31 @@ def loaded(kind: type[PreTrainedModel], folder: Path) -> PreTrainedModel:
     return model
 
 
+SOURCES: Mapping[str, Callable[[nn.Module, Path], object]] = {
+    "folder": lambda model, folder: saved_by_transformers(model, folder),
+    "mapping": lambda model, folder: published_by(model, folder),
+    "stream": lambda model, folder: rayzero.Weights(iter(published_by(model, folder).items())),
+    "stream, backwards": lambda model, folder: iter(list(published_by(model, folder).items())[::-1]),
+    "mapping of its own names": lambda model, folder: model.state_dict(),
+    "stream of its own names": lambda model, folder: ((key, value) for key, value in model.state_dict().items()),
+}
+
+
+def saved_by_transformers(model: nn.Module, folder: Path) -> Path:
+    model.save_pretrained(folder, max_shard_size="100KB")
+    return folder
+
+
+def published_by(model: nn.Module, folder: Path) -> dict[str, Tensor]:
+    model.save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("name", MODELS)
-def test_what_transformers_saved_starts_a_model(name: str, tmp_path: Path) -> None:
+def test_what_transformers_published_starts_a_model(name: str, source: str, tmp_path: Path) -> None:
     model = filled(MODELS[name]())
-    model.save_pretrained(tmp_path, max_shard_size="100KB")
-    require_equal(started(empty(MODELS[name]), tmp_path), model.state_dict())
+    require_equal(started(empty(MODELS[name]), SOURCES[source](model, tmp_path)), model.state_dict())
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -148,32 +173,6 @@ def test_what_save_pretrained_of_ours_wrote_starts_a_model(tmp_path: Path) -> No
     save_pretrained(prepared, tmp_path)
     require_weights(empty(mixtral), str(tmp_path))  # what a recipe with init_from asks first
     require_equal(started(empty(mixtral), tmp_path), expected)
-
-
-def test_a_mapping_of_published_names_starts_a_model_and_so_do_the_models_own(tmp_path: Path) -> None:
-    model = filled(mixtral())
-    model.save_pretrained(tmp_path)
-    published: dict[str, Tensor] = {}
-    with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        published = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    require_equal(started(empty(mixtral), published), model.state_dict())
-    require_equal(started(empty(mixtral), model.state_dict()), model.state_dict())
-
-
-def published_by(model: nn.Module, folder: Path) -> dict[str, Tensor]:
-    model.save_pretrained(folder)
-    return load_file(folder / "model.safetensors")
-
-
-@pytest.mark.parametrize("order", ["saved", "backwards"])
-@pytest.mark.parametrize("name", MODELS)
-def test_a_stream_of_published_names_starts_a_model(name: str, order: str, tmp_path: Path) -> None:
-    model = filled(MODELS[name]())
-    tensors = list(published_by(model, tmp_path).items())
-    stream = iter(tensors if order == "saved" else tensors[::-1])
-    require_equal(started(empty(MODELS[name]), rayzero.Weights(stream)), model.state_dict())
-    own = ((key, value) for key, value in model.state_dict().items())
-    require_equal(started(empty(MODELS[name]), own), model.state_dict())
 
 
 def test_a_stream_without_strict_loses_no_published_name(tmp_path: Path) -> None:
@@ -301,10 +300,7 @@ def test_an_operation_that_computes_is_refused_by_name_both_ways(
 
 
 def test_experts_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
-    model = filled(mixtral())
-    model.save_pretrained(tmp_path)
-    with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        published = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    published = published_by(filled(mixtral()), tmp_path)
     expert = "model.layers.0.block_sparse_moe.experts.1.w1.weight"
     with pytest.raises(CheckpointError, match=r"gate_up_proj' cannot be made by transformers' MergeModulelist"):
         started(empty(mixtral), published | {expert: torch.zeros(3, 3)})
@@ -334,3 +330,37 @@ def test_the_best_checkpoint_comes_back_whole(tmp_path: Path) -> None:
     again = Trainer(model=mixtral(), args=args)
     again._load_from_checkpoint(str(tmp_path / "best"))
     require_equal(again.model.state_dict(), best.state_dict())
+
+
+# ---- a follower -----------------------------------------------------------------------------------------------------
+
+
+@needs.shared_memory
+@pytest.mark.spread(2)
+@pytest.mark.parametrize("build", [mixtral, qwen3, vit, llama], ids=["experts", "tied", "renamed", "as they are"])
+def test_a_version_has_the_names_shapes_and_bits_of_its_export(build: Callable[[], nn.Module], tmp_path: Path) -> None:
+    base, target = build(), build().bfloat16()
+    assert isinstance(base, PreTrainedModel)
+    base.config.save_pretrained(tmp_path)
+
+    def train(context: RankContext) -> None:
+        model, optimizer = rayzero.prepare(
+            base, torch.optim.SGD(base.parameters(), lr=0.1), ZeroConfig(precision="bf16", shard_bytes="32KiB")
+        )
+        sum(parameter.float().square().sum() for parameter in model.parameters()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        rayzero.save_checkpoint(optimizer, tmp_path / "step-1")
+        convert(tmp_path / "step-1", tmp_path / "hf", dtype=torch.bfloat16)
+        exported = load_file(tmp_path / "hf" / "model.safetensors")
+        follower = rayzero.follow(context.run, config=tmp_path / "config.json")
+        followed = dict(follower.read(1))
+        assert followed.keys() == exported.keys() == follower.declared.keys()
+        for name, tensor in exported.items():
+            assert followed[name].dtype == tensor.dtype, name
+            assert torch.equal(followed[name], tensor), name
+        assert follower.into(target) == 1  # under the names of its parameters
+        whole = rayzero.full_state_dict(model)
+        assert all(torch.equal(tensor, whole[name].bfloat16()) for name, tensor in target.named_parameters())
+
+    run_ranks(train, 1, 2, "shm")

@@ -1,4 +1,4 @@
-"""The sums of a plan, and what is said when they do not fit."""
+"""The sums of a plan, what is said when they do not fit, and what programs take by themselves."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from rayzero.cluster.processes.program_memory import Imported
 from rayzero.config import ScalingConfig, ZeroConfig
 from rayzero.engine.units.partition import build_layout
 from rayzero.errors import MemoryPlanError
 from rayzero.layout.model_layout import ModelLayout
+from rayzero.memory.process_memory import ProcessMemory
 from rayzero.plan.hardware import Hardware, Hosts
 from rayzero.plan.tiers import Programs, RunBytes, _gathered, check_fits, hosts_of_owners, hosts_of_ranks, plan_bytes
 from rayzero.plan.work import Work
 from rayzero.quantities import format_bytes
+from rayzero.recipes.planning import programs_between
 
 from .machines import CPU_HOST, GPU_HOSTS
 
@@ -254,3 +257,18 @@ def test_ranks_whose_gradients_leave_their_host_in_sums_keep_them_in_shared_memo
 
 def over(transport: str, **settings: Any) -> ZeroConfig:
     return ZeroConfig(precision="bf16", transport=transport, **settings)  # type: ignore[arg-type]
+
+
+# ---- programs -------------------------------------------------------------------------------------------------------
+
+
+def memory(anonymous: int, files: int) -> ProcessMemory:
+    return ProcessMemory(rss=anonymous + files + 5, shm=5, pss=0, uss=0, anonymous=anonymous, split=0, file=0)
+
+
+def test_a_rank_does_not_hold_the_compiler_that_a_plan_imports() -> None:
+    imported = Imported(coordinator=memory(40, 30), owner=memory(170, 100), compiler=memory(240, 104))
+    found = programs_between(imported, used=memory(260, 106))
+    assert found == Programs(rank=190, owner=170, coordinator=40, files=102)
+    assert found.of_host(2, 1, coordinators=1) == 2 * 190 + 170 + 40 + 102
+    assert found.of_host(0, 0) == 0

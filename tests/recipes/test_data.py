@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from rayzero.errors import ConfigError, DataError
 from rayzero.recipes.data import recipe_corpus, tokens_of
-from rayzero.recipes.data.corpora import Example, ExampleCorpus, ExampleReader, Packer, Row, pack, split_lines
+from rayzero.recipes.data.corpora import Example, ExampleCorpus, ExampleReader, Row, pack, split_lines
 from rayzero.recipes.data.text import IGNORED, Batch, ByteTokenizer, FolderTokenizer, Place, make_tokenizer, train_batch
 from rayzero.recipes.recipe import RecipeConfig
 
@@ -351,12 +351,3 @@ def test_a_stream_without_its_package_or_its_data_is_refused_by_name(
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match=r"needs the package datasets: pip install 'rayzero\[datasets\]'"):
         recipe_corpus(recipe)
-
-
-def test_what_waits_for_a_row_is_the_packers_state() -> None:
-    packer = Packer(8)
-    assert packer.add(Example([1, 2, 3], [True] * 3)) == []
-    again = Packer(8)
-    again.waiting = list(packer.waiting)
-    (row,), (same,) = packer.rest(), again.rest()
-    assert row.inputs.equal(same.inputs)

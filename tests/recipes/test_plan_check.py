@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from dataclasses import replace
 from pathlib import Path
@@ -158,14 +157,6 @@ def test_a_run_without_telemetry_is_not_compared(work, tmp_path) -> None:
     one.check.started({**record("h"), "telemetry": None})
     one.rows(1, 40)
     assert (one.looks, one.said, list(tmp_path.iterdir())) == (0, [], [])
-
-
-def test_a_plan_file_that_is_damaged_is_none(tmp_path) -> None:
-    for text in ("{", "7", ""):
-        (tmp_path / PLAN).write_text(text)
-        assert read_plan(tmp_path) is None
-    (tmp_path / PLAN).write_text(json.dumps({"steps": 1}))
-    assert read_plan(tmp_path) == {"steps": 1}
 
 
 def test_the_host_is_measured_as_what_its_ranks_compute_on(work) -> None:

@@ -47,13 +47,6 @@ def test_globs_and_files_may_be_mixed_and_no_file_comes_twice(tmp_path):
     assert [path.name for path in find_files(sources)] == ["2.py", "1.py", "3.py"]
 
 
-def test_the_standard_library_is_text_that_every_machine_has():
-    text = load_text(["stdlib"], ByteTokenizer(), validation_fraction=0.1)
-    assert text.size_bytes > 5_000_000
-    assert 0.03 < len(text.validation) / text.size_bytes < 0.25
-    assert len(text.train) + len(text.validation) == text.size_bytes
-
-
 def test_the_standard_library_is_found_in_order_without_a_look_at_installed_packages():
     root = Path(sysconfig.get_paths()["stdlib"])
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}

@@ -138,55 +138,39 @@ def test_of_a_chain_the_first_that_ends_counts(tmp_path: Path) -> None:
         issuer_of(config)
 
 
-def signed_by_another(made: Credentials) -> dict[str, bytes]:
-    return {"authority": Authority("x", on_loopback=False).issue("x", []).authority}
-
-
-def key_of_another(made: Credentials) -> dict[str, bytes]:
-    return {"key": RUN.issue("x", []).key}
-
-
-def no_pem(made: Credentials) -> dict[str, bytes]:
-    return {"key": b"key"}
-
-
-def broken_pem(made: Credentials) -> dict[str, bytes]:
-    return {"certificate": made.certificate[:200] + made.certificate[300:]}
-
-
-def certificate_as_key(made: Credentials) -> dict[str, bytes]:
-    return {"key": made.certificate}
-
-
-def unchanged(made: Credentials) -> dict[str, bytes]:
-    return {}
-
-
+CHANGES: dict[str, Callable[[Credentials], dict[str, bytes]]] = {
+    "signed by another": lambda made: {"authority": Authority("x", on_loopback=False).issue("x", []).authority},
+    "key of another": lambda made: {"key": RUN.issue("x", []).key},
+    "no PEM": lambda made: {"key": b"key"},
+    "broken PEM": lambda made: {"certificate": made.certificate[:200] + made.certificate[300:]},
+    "certificate as key": lambda made: {"key": made.certificate},
+    "unchanged": lambda made: {},
+}
 BOTH = (OWNER, ANY_RANK)
 
 
 @pytest.mark.parametrize(
     ("names", "days", "change", "said"),
     [
-        (BOTH, 1, signed_by_another, r"security.authority: .* has not signed"),
-        (BOTH, 1, key_of_another, r"security.key: .* is not the key of"),
-        (BOTH, 1, no_pem, r"security.key: .* is no PEM file"),
-        (BOTH, 1, broken_pem, r"^run.security.certificate: .*certificate.pem has no certificate in PEM"),
-        (BOTH, 1, certificate_as_key, r"^run.security.key: .*key.pem has no private key in PEM without a password"),
-        (BOTH, -0.01, unchanged, r"security.certificate: .* was valid until .* UTC; renew it"),
-        ((OWNER,), 1, unchanged, r"lacks the DNS name rank.rayzero"),
-        (("localhost",), 1, unchanged, r"lacks the DNS names owner.rayzero and rank.rayzero"),
+        (BOTH, 1, "signed by another", r"security.authority: .* has not signed"),
+        (BOTH, 1, "key of another", r"security.key: .* is not the key of"),
+        (BOTH, 1, "no PEM", r"security.key: .* is no PEM file"),
+        (BOTH, 1, "broken PEM", r"^run.security.certificate: .*certificate.pem has no certificate in PEM"),
+        (BOTH, 1, "certificate as key", r"^run.security.key: .*key.pem has no private key in PEM without a password"),
+        (BOTH, -0.01, "unchanged", r"security.certificate: .* was valid until .* UTC; renew it"),
+        ((OWNER,), 1, "unchanged", r"lacks the DNS name rank.rayzero"),
+        (("localhost",), 1, "unchanged", r"lacks the DNS names owner.rayzero and rank.rayzero"),
     ],
 )
 def test_files_that_no_process_could_use_are_refused(
     names: Sequence[str],
     days: float,
-    change: Callable[[Credentials], dict[str, bytes]],
+    change: str,
     said: str,
     tmp_path: Path,
 ) -> None:
     made = RUN.issue("all", names, timedelta(days=days))
-    config = files(tmp_path, made, **change(made))
+    config = files(tmp_path, made, **CHANGES[change](made))
     with pytest.raises(ConfigError, match=said) as refused:
         issuer("a run", config)
     assert "\n" not in str(refused.value)

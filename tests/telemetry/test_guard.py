@@ -98,6 +98,11 @@ def status(address: str, shown: str | None = None, tls: ssl.SSLContext | None = 
             return answer.status
 
 
+def connect(exporter: Exporter) -> socket.socket:
+    host, _, port = exporter.address.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=20)
+
+
 def basic(user: str, password: str) -> str:
     return "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()
 
@@ -145,9 +150,8 @@ def test_a_right_password_is_compared_once(serve: Open, tmp_path: Path, monkeypa
 
 def test_requests_behind_one_whose_password_is_compared_are_answered_in_order(serve: Open, tmp_path: Path) -> None:
     exporter = serve(access(tmp_path, USERS).given)
-    host, _, port = exporter.address.rpartition(":")
     head = f" HTTP/1.1\r\nAuthorization: {basic('reader', 'secret')}\r\n\r\n".encode()
-    with socket.create_connection((host, int(port)), timeout=20) as connection:
+    with connect(exporter) as connection:
         connection.sendall(b"GET /metrics" + head + b"GET /nothing" + head)
         found = b""
         while found.count(b"HTTP/1.1 ") < 2:
@@ -158,10 +162,9 @@ def test_requests_behind_one_whose_password_is_compared_are_answered_in_order(se
 def test_guesses_hinder_no_reader_and_take_little_of_a_core(serve: Open, tmp_path: Path) -> None:
     made = access(tmp_path, USERS.replace("$04$", "$10$"))  # a comparison takes some 50 ms
     exporter = serve(made.given)
-    host, _, port = exporter.address.rpartition(":")
     with ExitStack() as stack:
         for n in range(40):
-            guessing = stack.enter_context(socket.create_connection((host, int(port)), timeout=20))
+            guessing = stack.enter_context(connect(exporter))
             head = f"GET /metrics HTTP/1.1\r\nAuthorization: {basic('reader', f'guess {n}')}\r\n\r\n"
             guessing.sendall(head.encode())
         began, used = time.monotonic(), time.process_time()
@@ -201,10 +204,9 @@ def test_a_request_that_comes_with_the_end_of_the_handshake_is_answered(
     serve: Open, tmp_path: Path, authority: TestAuthority
 ) -> None:
     exporter = serve(access(tmp_path, tls_text(authority)).given)
-    host, _, port = exporter.address.rpartition(":")
     received, sent = ssl.MemoryBIO(), ssl.MemoryBIO()
     tls = trusting(authority).wrap_bio(received, sent, server_hostname=HOST)
-    with socket.create_connection((host, int(port)), timeout=20) as connection:
+    with connect(exporter) as connection:
 
         def until_done(step: Callable[[], object]) -> object:
             while True:
@@ -272,9 +274,8 @@ def test_clients_that_end_no_handshake_are_cut_and_hinder_nobody(
 ) -> None:
     monkeypatch.setattr(server, "HANDSHAKE_S", 1.0)
     exporter = serve(access(tmp_path, tls_text(authority)).given)
-    host, _, port = exporter.address.rpartition(":")
     with ExitStack() as stack:
-        hanging = [stack.enter_context(socket.create_connection((host, int(port)), timeout=20)) for _ in range(200)]
+        hanging = [stack.enter_context(connect(exporter)) for _ in range(200)]
         for connection in hanging:
             with suppress(OSError):  # cut already: only so many are kept
                 connection.sendall(said)
@@ -292,8 +293,7 @@ def test_one_that_asks_over_tls_and_never_reads_is_cut(
 ) -> None:
     monkeypatch.setattr(server, "WRITE_S", 0.1)
     exporter = serve(access(tmp_path, tls_text(authority)).given)
-    host, _, port = exporter.address.rpartition(":")
-    plain = socket.create_connection((host, int(port)), timeout=20)
+    plain = connect(exporter)
     with trusting(authority).wrap_socket(plain, server_hostname=HOST) as still:
         still.sendall(b"GET /large HTTP/1.1\r\n\r\n")
         time.sleep(2.2)  # two of its looks, in which we do not read
@@ -308,9 +308,8 @@ def test_one_that_asks_over_tls_and_never_reads_is_cut(
 def test_closing_ends_handshakes_and_comparisons(tmp_path: Path, authority: TestAuthority) -> None:
     made = access(tmp_path, tls_text(authority) + USERS.replace("$04$", "$10$"))
     exporter = Exporter(MemoryRecorder(), Role.RANK, host=HOST, protection=made.given)
-    host, _, port = exporter.address.rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=20) as hanging:
-        plain = socket.create_connection((host, int(port)), timeout=20)
+    with connect(exporter) as hanging:
+        plain = connect(exporter)
         with trusting(authority).wrap_socket(plain, server_hostname=HOST) as guessing:
             guessing.sendall(f"GET /metrics HTTP/1.1\r\nAuthorization: {basic('reader', 'guess')}\r\n\r\n".encode())
             time.sleep(0.2)
@@ -391,20 +390,6 @@ def answer(connection: http.client.HTTPSConnection) -> int:
 def test_the_token_is_not_sent_in_clear_unless_passwords_are(serve: Open, tmp_path: Path) -> None:
     assert MetricsAccess("demo", None).viewer.header("http") == ""
     assert "Bearer" in access(tmp_path, USERS).viewer.header("http")
-
-
-def test_discovery_is_protected_and_read_by_our_own_tools(
-    tmp_path: Path, authority: TestAuthority, serve: Open
-) -> None:
-    made = access(tmp_path, tls_text(authority) + USERS)
-    listed = (Target(address="10.0.0.1:1", run="demo", role=Role.RANK, node="n", index=0, scheme="https"),)
-    page = Page("application/json", lambda: service_discovery(listed))
-    with closing(
-        Exporter(MemoryRecorder(), Role.COORDINATOR, host=HOST, pages={"/sd": page}, protection=made.given)
-    ) as exporter:
-        assert discover(f"https://{exporter.address}/sd", timeout_s=20, viewer=made.viewer) == listed
-        with pytest.raises(OSError, match="401"):
-            discover(f"https://{exporter.address}/sd", timeout_s=20, viewer=replace(made.viewer, token=None))
 
 
 # ---- a real Prometheus

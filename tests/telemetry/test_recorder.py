@@ -11,7 +11,7 @@ import rayzero
 from rayzero.telemetry import names as all_names
 from rayzero.telemetry.metric import Kind, Metric, Role
 from rayzero.telemetry.names import METRICS, TARGET_LABELS
-from rayzero.telemetry.recorder import MemoryRecorder, NullRecorder, Reading, Recorder, Timing, timed
+from rayzero.telemetry.recorder import MemoryRecorder, Reading, Timing, timed
 
 BYTES = Metric(
     name="bytes", kind=Kind.COUNTER, unit="bytes", help="Some.", roles=(Role.RANK,), labels=("direction", "transport")
@@ -118,14 +118,6 @@ def test_other_labels_or_another_kind_than_the_metric_has_are_refused() -> None:
     with pytest.raises(ValueError, match="level has labels"):
         recorder.gauges()
     assert recorder.counters() == recorder.timings() == {}
-
-
-def test_the_null_recorder_is_a_recorder() -> None:
-    recorder: Recorder = NullRecorder()
-    recorder.add(PLAIN, 1)
-    recorder.observe(WAIT, 1.0, rank="0")
-    recorder.set(LEVEL, 1.0, kind="a")
-    recorder.watch(lambda: [])()
 
 
 def test_names_follow_the_rules() -> None:

@@ -11,10 +11,9 @@ import pytest
 
 from rayzero.cluster.processes.process_exporter import Exporter
 from rayzero.telemetry import names
-from rayzero.telemetry.http import Page
 from rayzero.telemetry.metric import Role
 from rayzero.telemetry.recorder import MemoryRecorder
-from rayzero.telemetry.scrape import Target, discover, parse_series, read_discovery, scrape, service_discovery
+from rayzero.telemetry.scrape import Target, parse_series, read_discovery, scrape
 
 from .strange_servers import HOST, drip, served_by
 
@@ -76,22 +75,6 @@ def test_one_that_is_mute_holds_nobody_up_and_each_says_what_is_wrong() -> None:
     ]  # fmt: skip
     assert "answered '404 Not Found'" in found[4].error
     assert "no page of metrics" in found[5].error
-
-
-def test_what_discovery_serves_is_read_back() -> None:
-    targets = (
-        Target(address="10.0.0.1:1", run="demo", role=Role.COORDINATOR, node="10.0.0.1"),
-        Target(address="[::1]:2", run="demo", role=Role.RANK, node="::1", index=0),
-        Target(address="10.0.0.2:3", run="demo", role=Role.OPTIMIZER, node="10.0.0.2", index=1),
-    )
-    assert [one.who for one in targets] == ["coordinator", "rank 0", "optimizer 1"]
-    page = Page("application/json", lambda: service_discovery(targets))
-    with closing(Exporter(MemoryRecorder(), Role.COORDINATOR, host=HOST, pages={"/sd": page})) as exporter:
-        assert discover(f"http://{exporter.address}/sd", timeout_s=20) == targets
-        with pytest.raises(OSError, match="404"):
-            discover(f"http://{exporter.address}/ds", timeout_s=20)
-    with pytest.raises(OSError, match="refused"):
-        discover(f"http://{exporter.address}/sd", timeout_s=20)
 
 
 @pytest.mark.parametrize(

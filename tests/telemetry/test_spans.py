@@ -12,12 +12,10 @@ import pytest
 from clock import Clock
 
 from rayzero.records import parse_record
-from rayzero.telemetry.recorder import MemoryRecorder, NullRecorder
 from rayzero.telemetry.spans import (
     LANES,
     Recorded,
     SpanRing,
-    Spans,
     TraceSpan,
     clock_host,
     last_steps,
@@ -104,15 +102,6 @@ def test_a_waiter_never_goes_on_before_the_span_that_it_waited_for_has_ended() -
         after = time.perf_counter()
         thread.join()
         assert ring.recorded().spans[-1].end <= after
-
-
-def test_a_recorder_has_a_ring_and_the_null_one_none() -> None:
-    assert isinstance(MemoryRecorder().spans, SpanRing)
-    spans = NullRecorder().spans
-    assert isinstance(spans, Spans)
-    assert not spans.wanted
-    spans.add("update", "x", 0.0, 1.0, 0)
-    assert spans.begin("update", "x", 0) is nothing
 
 
 def test_the_clock_is_the_hosts_monotonic_one() -> None:

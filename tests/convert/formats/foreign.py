@@ -42,6 +42,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 TIED = {"head.weight": "embed.weight"}
 UPDATES = 30
 OPTIONS = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+TWO = [["embed.weight", "b"], ["w", "scale", "last.weight"]]  # the parameters in two groups
 Key = tuple[str, str]  # (parameter, kind)
 
 

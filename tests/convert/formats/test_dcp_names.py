@@ -109,12 +109,6 @@ def test_what_no_tensor_is_in_a_plain_state_dict_is_named(tmp_path: Path) -> Non
     assert list(done.content.params) == ["w"]
 
 
-def test_an_extra_state_that_weights_alone_leave_out_is_named(tmp_path: Path) -> None:
-    folder = _save(tmp_path / "dcp", {"model": {"w": torch.ones(2), "pair": (torch.ones(1),)}, "step": 1})
-    done = convert(folder, tmp_path / "hf", to="hf", weights_only=True)
-    assert done.content.left_out == ("model.pair", "step")
-
-
 def test_nothing_is_said_of_a_folder_that_is_carried_whole(tmp_path: Path) -> None:
     weights, states = get_state_dict(*_trained())
     done = convert(_save(tmp_path / "dcp", {"model": weights, "optim": states}), tmp_path / "again", to="dcp")

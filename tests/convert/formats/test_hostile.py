@@ -19,15 +19,8 @@ from rayzero.convert.formats.dcp_reader import is_tiling
 from rayzero.convert.formats.pickles import load_torch_file
 from rayzero.errors import ConfigError
 
-from .foreign import SHAPES, States, refusal_of, write_grid, write_hf, write_zero
+from .foreign import SHAPES, TWO, States, refusal_of, write_grid, write_hf, write_zero
 from .real_deepspeed import TAG, unpack
-
-TWO = [["embed.weight", "b"], ["w", "scale", "last.weight"]]
-
-
-@pytest.fixture
-def states() -> States:
-    return States.random()
 
 
 def universal(tmp_path: Path) -> Path:
@@ -119,38 +112,26 @@ def place(metadata: Any, name: str, offsets: tuple[int, ...], info: _StorageInfo
     metadata.storage_data[MetadataIndex(name, offsets)] = info
 
 
-def drop_chunk(metadata: Any) -> None:
-    metadata.state_dict_metadata["w"].chunks.pop()
+def w_in(metadata: Any) -> Any:
+    return metadata.state_dict_metadata["w"]
 
 
-def repeat_chunk(metadata: Any) -> None:
-    chunks = metadata.state_dict_metadata["w"].chunks
-    chunks[1] = chunks[0]
-
-
-def grow(metadata: Any) -> None:
-    metadata.state_dict_metadata["w"].size = torch.Size((17, 1 << 40))
-
-
-def retype(metadata: Any) -> None:
-    metadata.state_dict_metadata["w"].properties.dtype = torch.float16
-
-
-def lose_place(metadata: Any) -> None:
-    del metadata.storage_data[MetadataIndex("w", (0, 0))]
-
-
-def transform(metadata: Any) -> None:
-    metadata.storage_data[MetadataIndex("w", (0, 0))].transform_descriptors = ["zstd"]
+FIRST = MetadataIndex("w", (0, 0))
 
 
 LIES: dict[str, tuple[Callable[[Any], None], str]] = {
-    "a chunk is missing": (drop_chunk, "the chunks of 'w' do not make up its shape"),
-    "a chunk comes twice": (repeat_chunk, "the chunks of 'w' do not make up its shape"),
-    "a shape is larger": (grow, "the chunks of 'w' do not make up its shape"),
-    "a dtype is another": (retype, "float32 of shape"),
-    "a chunk has no place": (lose_place, "does not say where 'w' at (0, 0) is"),
-    "a chunk is compressed": (transform, "zstd"),
+    "a chunk is missing": (lambda m: w_in(m).chunks.pop(), "the chunks of 'w' do not make up its shape"),
+    "a chunk comes twice": (
+        lambda m: w_in(m).chunks.append(w_in(m).chunks[0]),
+        "the chunks of 'w' do not make up its shape",
+    ),
+    "a shape is larger": (
+        lambda m: setattr(w_in(m), "size", torch.Size((17, 1 << 40))),
+        "the chunks of 'w' do not make up its shape",
+    ),
+    "a dtype is another": (lambda m: setattr(w_in(m).properties, "dtype", torch.float16), "float32 of shape"),
+    "a chunk has no place": (lambda m: m.storage_data.pop(FIRST), "does not say where 'w' at (0, 0) is"),
+    "a chunk is compressed": (lambda m: setattr(m.storage_data[FIRST], "transform_descriptors", ["zstd"]), "zstd"),
     "no tensors": (lambda m: setattr(m, "state_dict_metadata", None), "lists no tensors"),
     "a file outside": (lambda m: place(m, "w", (0, 0), _StorageInfo("../x", 0, 5)), "outside its folder"),
     "an absolute file": (lambda m: place(m, "w", (0, 0), _StorageInfo("/etc/passwd", 0, 5)), "outside its folder"),

@@ -22,6 +22,7 @@ from .foreign import (
     MOMENTS,
     OPTIONS,
     SHAPES,
+    TWO,
     UPDATES,
     States,
     read_all,
@@ -32,8 +33,6 @@ from .foreign import (
     write_zero,
 )
 
-TWO = [["embed.weight", "b"], ["w", "scale", "last.weight"]]
-
 SOURCES: dict[str, Callable[[Path, States], Path]] = {
     **{
         f"ZeRO-{stage} of {world}": lambda path, states, stage=stage, world=world: write_zero(
@@ -43,11 +42,6 @@ SOURCES: dict[str, Callable[[Path, States], Path]] = {
         for world in (1, 2, 3, 8)
     },
 }
-
-
-@pytest.fixture
-def states() -> States:
-    return States.random()
 
 
 @pytest.mark.promise("exact", "checkpoints")

@@ -1,4 +1,5 @@
-"""Folders of Hugging Face whose files say more than their index, or that have two sets of weights."""
+"""Folders of Hugging Face whose files say more than their index, or that have two sets of weights; and what any source
+says of itself, asked once a tensor."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from checkpoint.conftest import require_one_line
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rayzero.convert.formats.content import Content, Param, WeightDecl, cut_into_files
 from rayzero.convert.formats.safetensors_folder import INDEX_FILE, WHOLE_FILE
 from rayzero.convert.weights import Weights
 from rayzero.errors import CheckpointError
@@ -84,3 +86,29 @@ def test_an_index_of_the_single_file_and_others_is_refused(tmp_path: Path) -> No
     files = {WHOLE_FILE: {"a": 1.0}, "two.safetensors": {"b": 2.0}}
     folder = write(tmp_path / "hf", files, {"a": WHOLE_FILE, "b": "two.safetensors"})
     assert f"both {WHOLE_FILE} and {INDEX_FILE}" in refused(folder)
+
+
+# ---- what a source says of itself -----------------------------------------------------------------------------------
+
+
+CONTENT = Content(
+    params={"w": Param(decl=WeightDecl((2,), "float32")), "mean": Param(decl=WeightDecl((3,), "float32"))},
+    buffers={"mean": WeightDecl((3,), "float32"), "count": WeightDecl((), "int64")},
+    tied={"head": "w"},
+)
+
+
+def test_tensors_are_listed_once_however_often_each_is_asked_about() -> None:
+    """A list for every tensor would take a minute for 20,000."""
+    assert CONTENT.decls is CONTENT.decls
+    assert list(CONTENT.decls) == ["w", "mean", "head", "count"]
+
+
+def test_parameters_are_cast_under_all_their_names_and_no_buffer() -> None:
+    cast = {name: CONTENT.cast_dtype(name, torch.bfloat16) for name in CONTENT.decls}
+    assert cast == {"w": torch.bfloat16, "head": torch.bfloat16, "mean": torch.float32, "count": torch.int64}
+
+
+def test_a_file_is_filled_to_the_last_byte_and_what_is_larger_is_alone() -> None:
+    assert list(cut_into_files([2, 2, 2, 9, 1], lambda size: size, 4)) == [[2, 2], [2], [9], [1]]
+    assert list(cut_into_files([], len, 4)) == [[]]

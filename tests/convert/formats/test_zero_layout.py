@@ -14,9 +14,7 @@ from rayzero.convert.formats.deepspeed_reader import PartitionSegment, stage3_se
 from rayzero.convert.formats.model_states import ModelStates
 from rayzero.errors import CheckpointError
 
-from .foreign import States, read_all, require_same, write_zero
-
-TWO = [["embed.weight", "b"], ["w", "scale", "last.weight"]]
+from .foreign import TWO, States, read_all, require_same, write_zero
 
 
 def test_parameters_that_are_aligned_have_gaps_between_them() -> None:

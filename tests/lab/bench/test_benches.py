@@ -50,38 +50,6 @@ def test_losses_that_differ_fail_the_cell():
         check_losses({"a": replace(result, loss_apart=float("nan"))}, 0.5)
 
 
-@pytest.mark.soak
-def test_store_measures_transports_against_memcpy_and_a_bare_stream(capsys):
-    store.main(["--transports", "inproc", "--mib", "8", *ONCE, "--json"])
-    found = json.loads(capsys.readouterr().out)
-    rows = {(row["who"], row["what"], row["bytes"]): row for row in found["rows"]}
-    for size in (8 << 20, *store.SMALL):
-        assert {("inproc", verb, size) for verb in ("fetch", "push", "memcpy")} <= rows.keys()
-    over_grpc = {
-        f"{way}{kept}, {mib} MiB" for way in ("down", "up") for kept in ("", " into a tensor") for mib in (1, 4)
-    }
-    over_a_socket = {f"{way} into a tensor, a socket" for way in ("down", "up")}
-    assert {what for who, what, _ in rows if who == store.BARE} == over_grpc | over_a_socket
-    for row in rows.values():
-        assert row["gb_per_s"]["median"] * row["milliseconds"]["median"] == pytest.approx(row["bytes"] / 1e6)
-    large = rows["inproc", "fetch", 8 << 20]
-    assert found["summary"]["inproc fetch / memcpy"] == large["of_memcpy"]["median"]
-
-
-@pytest.mark.soak
-def test_overlap_reports_exposed_time_beside_its_bound(capsys):
-    overlap.main(["--mparams", "1", "--units", "4", *ONCE, "--json"])
-    found = json.loads(capsys.readouterr().out)
-    assert found["equal_bits"]
-    assert [row["ratio"] for row in found["rows"]] == list(overlap.RATIOS)
-    adam_s, floor_s = found["adam_s"]["median"], found["floor_s"]["median"]
-    for row in found["rows"]:
-        assert row["forward_s"]["median"] == pytest.approx(row["ratio"] * adam_s)
-        assert row["bound_s"]["median"] == pytest.approx(max(0.0, 1 - row["ratio"]) * adam_s + floor_s)
-        beyond = (row["exposed_s"]["median"] - floor_s) / row["step_s"]["median"]
-        assert row["beyond_floor"]["median"] == pytest.approx(beyond)
-
-
 def test_digests_tell_one_bit():
     state = {"a": torch.zeros(4)}
     changed = {"a": torch.tensor([0.0, 0.0, 0.0, -0.0])}

@@ -6,16 +6,12 @@ import os
 import subprocess
 import sys
 
-from lab.bench.figures import Busy, Spread, about, plain, resident_bytes
+from lab.bench.figures import Busy, Spread, about, resident_bytes
 
 
 def test_a_spread_is_median_least_and_most():
     assert Spread.of([3.0, 1.0, 2.0]) == Spread(2.0, 1.0, 3.0)
     assert Spread.of([0.5]).text(100, 0) == "50 (50-50)"
-
-
-def test_plain_values_go_into_json():
-    assert plain({"a": [Spread(1.0, 0.0, 2.0)]}) == {"a": [{"median": 1.0, "least": 0.0, "most": 2.0}]}
 
 
 HOLDER = """
