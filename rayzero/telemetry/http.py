@@ -122,14 +122,11 @@ class PageServer:
         connections = [self._socket, *self.connections]
         for one in connections:
             _end(one)
-        for served in self._server.connections:
-            if served.transport is not None:
-                served.transport.abort()
         while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
-        await asyncio.sleep(0)  # an aborted transport closes its socket in the loop's next round
+        await asyncio.sleep(0)  # a closed transport closes its socket in the loop's next round
         for one in connections:  # perhaps nobody had begun to serve it
             one.close()
 
