@@ -34,8 +34,8 @@ from rayzero.security.addresses import is_loopback
 from rayzero.security.authority import issuer
 from rayzero.security.credentials import ANY_RANK, FOLLOWER, OWNER, Credentials, follower_token, name_of_rank
 from rayzero.security.metrics_access import MetricsAccess
-from rayzero.telemetry.http import Protection
 from rayzero.telemetry.metric import Role
+from rayzero.telemetry.pages import Protection
 from rayzero.telemetry.scrape import Target, Viewer
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,8 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
@@ -207,47 +208,38 @@ class Uploads:
     While one is copied, the newest that came since waits; one between them is left out, with a warning, so that a slow
     link never holds more than two. Knows folders and URLs; not what else happens to the folders. Thread-safe."""
 
-    def __init__(self, upload: Callable[[Path, str], str] = upload_checkpoint) -> None:
-        self._upload = upload
-        self._lock = threading.Condition()
-        self._now: Path | None = None
-        self._next: tuple[Path, str] | None = None
-        self._thread: threading.Thread | None = None
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._copies: dict[Future[None], Path] = {}  # oldest first; also some that have ended
+        self._thread = ThreadPoolExecutor(1, "checkpoint-upload")
 
     @property
     def busy(self) -> frozenset[Path]:
         """The folders that are being read or will be: nobody may delete them."""
         with self._lock:
-            return frozenset({self._now, self._next and self._next[0]} - {None})  # type: ignore[arg-type]
+            return frozenset(directory for copy, directory in self._copies.items() if not copy.done())
 
     def add(self, directory: Path, url: str) -> None:
         """Upload a complete checkpoint once the one before is there."""
         with self._lock:
-            if self._next is not None:
-                log.warning("CHECKPOINT NOT UPLOADED: %s: a newer one came before its turn", self._next[0])
-            self._next = directory, url
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="checkpoint-upload")
-                self._thread.start()
-
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                self._now = None
-                if self._next is None:
-                    self._thread = None
-                    self._lock.notify_all()
-                    return
-                (self._now, url), self._next = self._next, None
-            try:
-                log.info("checkpoint uploaded: %s", self._upload(self._now, url))
-            except Exception as error:  # a storage may raise anything; who waits must hear that it is over
-                log.warning("CHECKPOINT NOT UPLOADED: %s: %s. It stays in %s", url, error, self._now)
+            for copy, older in self._copies.items():
+                if copy.cancel():
+                    log.warning("CHECKPOINT NOT UPLOADED: %s: a newer one came before its turn", older)
+            self._copies = {copy: older for copy, older in self._copies.items() if not copy.done()}
+            self._copies[self._thread.submit(_upload, directory, url)] = directory
 
     def wait(self) -> None:
         """Return when nothing is left to upload."""
         with self._lock:
-            self._lock.wait_for(lambda: self._thread is None)
+            left = list(self._copies)
+        wait(left)
+
+
+def _upload(directory: Path, url: str) -> None:
+    try:
+        log.info("checkpoint uploaded: %s", upload_checkpoint(directory, url))
+    except Exception as error:  # a storage may raise anything; who waits must hear that it is over
+        log.warning("CHECKPOINT NOT UPLOADED: %s: %s. It stays in %s", url, error, directory)
 
 
 # ---- copies here ------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from rayzero.errors import ConfigError
 from rayzero.files import read_text
 from rayzero.security.authority import Authority
 from rayzero.security.credentials import expiry_warning, read_pem, utc
-from rayzero.telemetry.http import Protection, require_bcrypt
+from rayzero.telemetry.pages import Protection, require_bcrypt
 from rayzero.telemetry.scrape import Viewer
 
 MOST_COST = 14  # of a bcrypt hash: a comparison takes about a second

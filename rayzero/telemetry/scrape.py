@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import SplitResult, urlsplit
 
-from rayzero.telemetry.http import load_pair
 from rayzero.telemetry.metric import METRICS_PATH, Metric, Role
+from rayzero.telemetry.pages import load_pair
 from rayzero.telemetry.recorder import Labels
 
 _SCHEME = "__scheme__"  # Prometheus' own label for it
@@ -81,7 +81,7 @@ _MOST_BYTES = 32 << 20  # of one page
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Viewer:
-    """What opens protected exporters (``telemetry/http.py``) to the run's own tools, and tells them from others."""
+    """What opens protected exporters (``telemetry/pages.py``) to the run's own tools, and tells them from others."""
 
     token: str | None = field(default=None, repr=False)  # None: nothing is shown
     trusted: str = ""  # PEM: the certificates that exporters show

@@ -24,8 +24,8 @@ from rayzero.cli.top import top
 from rayzero.cluster.processes.process_exporter import Exporter
 from rayzero.errors import ConfigError
 from rayzero.telemetry import names
-from rayzero.telemetry.http import Page
 from rayzero.telemetry.metric import Role
+from rayzero.telemetry.pages import Page
 from rayzero.telemetry.recorder import MemoryRecorder
 from rayzero.telemetry.scrape import Target, service_discovery
 

@@ -12,7 +12,7 @@ from rayzero.cluster.roster import Certificates
 from rayzero.config import SecurityConfig
 from rayzero.security.credentials import ANY_RANK, FOLLOWER, OWNER, Credentials, follower_token, name_of_rank
 from rayzero.security.metrics_access import MetricsAccess
-from rayzero.telemetry.http import Protection
+from rayzero.telemetry.pages import Protection
 from rayzero.telemetry.scrape import Viewer
 
 GIVEN, OWN = Protection(token="given"), Protection(token="own")

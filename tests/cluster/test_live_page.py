@@ -37,8 +37,8 @@ from rayzero.cluster.processes.process_exporter import Exporter
 from rayzero.cluster.run import Member, Report, RunState
 from rayzero.security.metrics_access import MetricsAccess
 from rayzero.telemetry import names
-from rayzero.telemetry.http import Protection
 from rayzero.telemetry.metric import Role
+from rayzero.telemetry.pages import Protection
 from rayzero.telemetry.recorder import MemoryRecorder
 from rayzero.telemetry.scrape import Target, Viewer
 from tests.support.waiting import until

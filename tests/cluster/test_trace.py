@@ -17,8 +17,8 @@ from rayzero.cluster.files.tracing import trace_run
 from rayzero.cluster.processes.process_exporter import Exporter, ProcessExporter
 from rayzero.config import TelemetryConfig
 from rayzero.errors import ConfigError, RunFailedError
-from rayzero.telemetry.http import Page
 from rayzero.telemetry.metric import Role
+from rayzero.telemetry.pages import Page
 from rayzero.telemetry.recorder import MemoryRecorder
 from rayzero.telemetry.scrape import Target, service_discovery
 

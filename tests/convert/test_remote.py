@@ -19,6 +19,7 @@ from torch import nn
 import rayzero
 from rayzero.checkpoint import CheckpointReader
 from rayzero.config import RunConfig
+from rayzero.convert import remote_checkpoints
 from rayzero.convert.conversion import convert
 from rayzero.convert.remote_checkpoints import (
     RemoteFolder,
@@ -207,7 +208,9 @@ def test_a_run_goes_on_from_its_copy_on_another_machine(url: str, tmp_path: Path
     assert train(tmp_path / "third", f"{url}/third", f"{url}/step-2") == whole
 
 
-def test_uploads_take_turns_and_leave_out_what_is_too_old(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_uploads_take_turns_and_leave_out_what_is_too_old(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     begun, go_on = threading.Event(), threading.Event()
     done: list[str] = []
 
@@ -221,7 +224,8 @@ def test_uploads_take_turns_and_leave_out_what_is_too_old(tmp_path: Path, caplog
             raise RecursionError("anything")
         return url
 
-    uploads = Uploads(slow)
+    monkeypatch.setattr(remote_checkpoints, "upload_checkpoint", slow)
+    uploads = Uploads()
     uploads.add(tmp_path / "a", "memory://x")
     assert begun.wait(10)
     uploads.add(tmp_path / "b", "memory://x")

@@ -27,9 +27,10 @@ from rayzero.errors import ConfigError
 from rayzero.security.authority import LASTS
 from rayzero.security.metrics_access import MetricsAccess
 from rayzero.telemetry import http as server
-from rayzero.telemetry.http import HANDSHAKE_S, Guard, Page, Protection
+from rayzero.telemetry.http import HANDSHAKE_S
 from rayzero.telemetry.metric import Role
 from rayzero.telemetry.names import STEP
+from rayzero.telemetry.pages import Guard, Page, Protection
 from rayzero.telemetry.recorder import MemoryRecorder
 from rayzero.telemetry.scrape import Target, Viewer, discover, scrape, service_discovery
 from tests.support.waiting import until
@@ -150,7 +151,7 @@ def test_a_right_password_is_compared_once(serve: Open, tmp_path: Path, monkeypa
 
 def test_requests_behind_one_whose_password_is_compared_are_answered_in_order(serve: Open, tmp_path: Path) -> None:
     exporter = serve(access(tmp_path, USERS).given)
-    head = f" HTTP/1.1\r\nAuthorization: {basic('reader', 'secret')}\r\n\r\n".encode()
+    head = f" HTTP/1.1\r\nHost: {HOST}\r\nAuthorization: {basic('reader', 'secret')}\r\n\r\n".encode()
     with connect(exporter) as connection:
         connection.sendall(b"GET /metrics" + head + b"GET /nothing" + head)
         found = b""
@@ -165,7 +166,7 @@ def test_guesses_hinder_no_reader_and_take_little_of_a_core(serve: Open, tmp_pat
     with ExitStack() as stack:
         for n in range(40):
             guessing = stack.enter_context(connect(exporter))
-            head = f"GET /metrics HTTP/1.1\r\nAuthorization: {basic('reader', f'guess {n}')}\r\n\r\n"
+            head = f"GET /metrics HTTP/1.1\r\nHost: {HOST}\r\nAuthorization: {basic('reader', f'guess {n}')}\r\n\r\n"
             guessing.sendall(head.encode())
         began, used = time.monotonic(), time.process_time()
         while time.monotonic() - began < 3:
@@ -218,7 +219,7 @@ def test_a_request_that_comes_with_the_end_of_the_handshake_is_answered(
                     received.write(connection.recv(1 << 16))
 
         until_done(tls.do_handshake)
-        tls.write(b"GET /metrics HTTP/1.1\r\n\r\n")
+        tls.write(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
         connection.sendall(sent.read())  # the handshake's last message and the request, in one piece
         assert b"200 OK" in until_done(lambda: tls.read(1 << 10))
 
@@ -295,7 +296,7 @@ def test_one_that_asks_over_tls_and_never_reads_is_cut(
     exporter = serve(access(tmp_path, tls_text(authority)).given)
     plain = connect(exporter)
     with trusting(authority).wrap_socket(plain, server_hostname=HOST) as still:
-        still.sendall(b"GET /large HTTP/1.1\r\n\r\n")
+        still.sendall(b"GET /large HTTP/1.1\r\nHost: localhost\r\n\r\n")
         time.sleep(2.2)  # two of its looks, in which we do not read
         found = 0
         with suppress(OSError):
@@ -311,7 +312,9 @@ def test_closing_ends_handshakes_and_comparisons(tmp_path: Path, authority: Test
     with connect(exporter) as hanging:
         plain = connect(exporter)
         with trusting(authority).wrap_socket(plain, server_hostname=HOST) as guessing:
-            guessing.sendall(f"GET /metrics HTTP/1.1\r\nAuthorization: {basic('reader', 'guess')}\r\n\r\n".encode())
+            guessing.sendall(
+                f"GET /metrics HTTP/1.1\r\nHost: {HOST}\r\nAuthorization: {basic('reader', 'guess')}\r\n\r\n".encode()
+            )
             time.sleep(0.2)
             began = time.monotonic()
             exporter.close()

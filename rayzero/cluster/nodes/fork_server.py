@@ -26,7 +26,8 @@ from rayzero.concurrency.processes import uncollected
 with uncollected():
     import numpy.random
 
-    import rayzero.engine.prepare  # noqa: F401  what workers import, but for Ray
+    import rayzero.engine.prepare
+    import rayzero.telemetry.http  # noqa: F401  what workers import, but for Ray
 
 _ASKS_S = 10.0  # how long a process may take to say what it asks for
 

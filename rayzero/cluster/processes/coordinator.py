@@ -28,7 +28,6 @@ from rayzero.cluster.processes.process_exporter import ExporterSettings, Process
 from rayzero.cluster.run import DISCOVERY_PATH, Member, Report, RunState
 from rayzero.concurrency.processes import raise_open_files
 from rayzero.quantities import count
-from rayzero.telemetry.http import Page
 from rayzero.telemetry.names import (
     ACTORS,
     HEARTBEAT_AGE_SECONDS,
@@ -41,6 +40,7 @@ from rayzero.telemetry.names import (
     RESCALES,
     SHARD_IMBALANCE,
 )
+from rayzero.telemetry.pages import Page
 from rayzero.telemetry.recorder import MemoryRecorder, Reading
 from rayzero.telemetry.scrape import Target, Viewer, service_discovery
 

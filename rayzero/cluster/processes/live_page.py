@@ -18,9 +18,9 @@ from typing import Any
 
 from rayzero.cluster.files.metrics_log import RowTail, Value, values_of
 from rayzero.files import to_json
-from rayzero.telemetry.http import Page
 from rayzero.telemetry.metric import Role
 from rayzero.telemetry.names import MEMORY_BYTES
+from rayzero.telemetry.pages import Page
 from rayzero.telemetry.picture import PHASES, Picture, draw_from, keep
 from rayzero.telemetry.scrape import Scrape, Target, Viewer, scrape
 

@@ -32,7 +32,6 @@ from rayzero.memory.process_memory import (
 )
 from rayzero.security.credentials import Credentials
 from rayzero.security.refusals import Refusals
-from rayzero.telemetry.http import Guard, Page, PageServer, Protection, Refused, listen
 from rayzero.telemetry.metric import METRICS_PATH, Kind, Metric, Role
 from rayzero.telemetry.names import (
     HEAP_BYTES,
@@ -45,6 +44,7 @@ from rayzero.telemetry.names import (
     SHM_LIMIT_BYTES,
     SHM_USED_BYTES,
 )
+from rayzero.telemetry.pages import Guard, Page, Protection, Refused
 from rayzero.telemetry.recorder import Labels, MemoryRecorder, Reading
 from rayzero.telemetry.scrape import Target, Viewer
 from rayzero.telemetry.spans import SpanRing
@@ -104,6 +104,8 @@ class Exporter:
         ``protection``: what is asked of clients; None: nothing. ``refused``: see ``PageServer``.
 
         Raises ConfigError if the port is not available, or passwords cannot be compared here."""
+        from rayzero.telemetry.http import PageServer, listen  # only here: it brings aiohttp
+
         guard = None if protection is None else Guard(protection)
         registry = CollectorRegistry(auto_describe=False)
         registry.register(RecorderCollector(recorder, role))

@@ -25,6 +25,7 @@ def coordinator_memory() -> ProcessMemory:
     before anything imports torch, which the coordinator does not."""
     with uncollected():
         import_module("rayzero.cluster.processes.coordinator")
+        import_module("rayzero.telemetry.http")  # every exporter's
     return process_memory()
 
 
