@@ -12,7 +12,6 @@ import pytest
 from rayzero.cluster.processes.process_exporter import Exporter
 from rayzero.telemetry import names
 from rayzero.telemetry.metric import Role
-from rayzero.telemetry.pages import Page
 from rayzero.telemetry.recorder import MemoryRecorder
 from rayzero.telemetry.scrape import Target, parse_series, read_discovery, scrape
 
