@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import defaultdict
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -77,38 +76,3 @@ def test_bytes_and_seconds_are_counted_by_direction() -> None:
     assert recorder.total(TRANSFER_BYTES, direction="push", transport="inproc") == sum(sizes)
     assert recorder.timing(FETCH_SECONDS, transport="inproc").count == 3
     assert recorder.timing(PUSH_SECONDS, transport="inproc").count == 3
-
-
-def test_owners_do_not_change_torchs_thread_count_for_others() -> None:
-    before = torch.get_num_threads()
-    owners = LocalOwners(2, threads=before + 1)
-    store = RankStore(LocalConnection(0, owners))
-    start([store], make_spec(1))
-    store.close()
-    for _ in range(2):
-        owners.close()
-    found: list[int] = []
-    thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
-    thread.start()
-    thread.join()
-    assert [torch.get_num_threads(), *found] == [before, before]
-
-
-@pytest.mark.parametrize("num_owners", [1, 2, 3, 5])
-def test_every_unit_is_spread_over_as_many_owners_as_it_has_shards(num_owners: int) -> None:
-    spec = make_spec(1)
-    with ExitStack() as stack:
-        owners = LocalOwners(num_owners)
-        stack.callback(owners.close)
-        store = RankStore(LocalConnection(0, owners))
-        stack.callback(store.close)
-        start([store], spec)
-        published: list[set[int]] = []
-        for service in owners.services:
-            gate = Gate(service)
-            service.close()  # after everything it was given
-            published.append({shard for batch in gate.seen for shard, _ in batch})
-    assert sorted(shard for mine in published for shard in mine) == list(range(11))  # the grid knows no owners
-    for shards in spec.layout.shards_by_unit:
-        having = [mine for mine in published if mine & {shard.index for shard in shards}]
-        assert len(having) == min(num_owners, len(shards))

@@ -89,13 +89,6 @@ def test_what_is_no_spec_is_refused_and_the_next_rank_is_asked() -> None:
     run(attach())
 
 
-def test_a_spec_that_is_not_what_its_digest_names_is_refused() -> None:
-    wrong = request(0, whole=True)
-    wrong.spec_digest = "0" * 64
-    with pytest.raises(HandshakeError, match="rank 0 names its spec by 000000000000"):
-        asyncio.run(KnownSpecs(0, compute).of(wrong))
-
-
 def test_few_specs_are_kept() -> None:
     async def attach() -> None:
         specs = KnownSpecs(0, compute, LONG)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
@@ -27,7 +25,6 @@ from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.memory.next_epoch import EpochFacts
 from rayzero.store.owner.server import serve_models
 from rayzero.store.owner.shard_source import RemoteShards
-from rayzero.store.owner.streams import OwnerStream
 from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.remote.remote_connection import RankTerms, RemoteConnection
 from rayzero.store.wire import tensor_streams
@@ -238,15 +235,6 @@ def test_bytes_that_do_not_come_are_not_waited_for(timeout_s: float, error: type
         beside[0]._open.set()
 
 
-def test_a_call_whose_time_is_over_before_the_owner_has_sent_is_named_so() -> None:
-    async def never(*_: Any) -> None:
-        await asyncio.sleep(WAIT)
-
-    late = "optimizer 0 at .* has not given its shards within 0.2 s"
-    with owner() as there, patch.object(OwnerStream, "send", never), pytest.raises(StallError, match=late):
-        check_given(there, timeout_s=0.2)
-
-
 def test_a_connection_is_for_the_transfers_of_its_client_alone() -> None:
     asked = pb.GiveShardsRequest(shards=[0], owner=1)
     fetch = pb.FetchRequest(rank=0, shards=[0], kind="compute")
@@ -269,21 +257,6 @@ def test_a_link_is_down_since_more_bytes_than_ever_had_come() -> None:
         assert tries.failed(broke=True, reached=0) is not None
         now = 181.0
         assert tries.failed(broke=True, reached=10) is None, "the same bytes came again"
-
-
-def test_bytes_that_come_keep_the_link_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each cut comes later than the link may be down, and finds more bytes than the one before."""
-    tensors = count()
-
-    def assembly(*args: Any) -> Assembly:
-        if next(tensors) in (20, 40, 60):
-            time.sleep(0.2)
-            raise StreamEndedError("cut")
-        return Assembly(*args)
-
-    monkeypatch.setattr(shard_source, "Assembly", assembly)
-    with owner() as there:
-        check_given(there, down_s=0.15)
 
 
 def test_what_is_of_no_shard_comes_too() -> None:

@@ -25,7 +25,7 @@ from tests.support.waiting import until
 
 from .stores import TOKEN, connected, over_grpc
 from .test_grpc import attach_request
-from .toy import WAIT, make_spec, random_grads, start, take_step
+from .toy import WAIT, make_spec, random_grads, start, started, take_step
 
 
 def open_files(pid: int) -> int:
@@ -139,8 +139,7 @@ def test_slabs_of_a_host_are_among_what_neighbours_make() -> None:
         return sum(".slab" in os.readlink(file) for file in files if os.path.lexists(file))
 
     before = slabs()
-    with over_grpc(3, 3, shares=lambda owner: True) as stores:
-        ranks = start(stores, make_spec(3))
+    with started(over_grpc(3, 3, shares=lambda owner: True), make_spec(3)) as ranks:
         take_step(ranks, [random_grads(ranks[0].spec, rank) for rank in range(3)], 0.5)
         neighbours = files_of_rank(1, 5) - files_of_rank(1, 0)
         assert 6 * 5 < slabs() - before <= 6 * neighbours, "of six processes together, which are this one"

@@ -36,7 +36,7 @@ from rayzero.telemetry.recorder import MemoryRecorder
 from store.proxy import Proxy
 from store.stores import TOKEN, connected, serving
 from store.test_tensor_streams import ask, member
-from store.toy import WAIT, make_spec, masters, random_grads, start, take_step
+from store.toy import WAIT, make_spec, masters, random_grads, start, started, take_step
 from tests.support.waiting import until
 
 RUN = Authority("this one", on_loopback=True)
@@ -66,8 +66,7 @@ def refusal(
 def one_step_goes_on(servers: list[OwnerServer]) -> Iterator[None]:
     """Before the block and after it, a rank that is let in takes a step."""
     spec = make_spec(1)
-    with connected(servers, tls=of_rank(0)) as stores:
-        ranks = start(stores, spec)
+    with started(connected(servers, tls=of_rank(0)), spec) as ranks:
         take_step(ranks, [random_grads(spec, 1)], 0.5)
         yield
         take_step(ranks, [random_grads(spec, 2)], 0.5)
@@ -280,8 +279,7 @@ def test_new_certificates_are_shown_to_who_connects_next_and_cut_no_connection()
     short = timedelta(seconds=2)
     owner, rank = Identity(RUN.issue("optimizer", [OWNER], short)), Identity(RUN.issue("0", [name_of_rank(0)], short))
     spec, recorder = make_spec(1), MemoryRecorder()
-    with serving(tls=owner) as servers, connected(servers, tls=rank, recorder=recorder) as stores:
-        ranks = start(stores, spec)
+    with serving(tls=owner) as servers, started(connected(servers, tls=rank, recorder=recorder), spec) as ranks:
         take_step(ranks, [random_grads(spec, 1)], 0.5)
         time.sleep(max(0.0, rank.now.ends.timestamp() + 0.1 - time.time()))
         assert owner.now.have_ended
