@@ -85,37 +85,6 @@ def test_a_fault_strikes_the_nth_time_and_never_again_in_any_life(collect: list[
     assert collect == ["first", "third", "fourth", "fifth"]
 
 
-def test_two_lives_that_come_there_at_once_are_struck_once(collect: list[str], tmp_path: Path) -> None:
-    faults = Faults(tmp_path, (Fault("optimizer 1", "owner.collect", "raise"),))
-    faults.arm(OWNER, 0)
-    faults.arm(OWNER, 1)  # wraps again
-    with pytest.raises(FaultError):
-        ask("first")
-    assert ask("second") == "second"
-
-
-def test_only_the_member_and_the_life_that_were_asked_for_are_wrapped(collect: list[str], tmp_path: Path) -> None:
-    plain = ShardService.collect
-    faults = Faults(tmp_path, (Fault("optimizer 1", "owner.collect", life=1),))
-    faults.arm(MemberId(MemberKind.OWNER, 0), 1)
-    faults.arm(MemberId(MemberKind.RANK, 1), 1)
-    faults.arm(OWNER, 0)
-    assert ShardService.collect is plain
-    faults.arm(OWNER, 1)
-    assert ShardService.collect is not plain
-
-
-def test_a_fault_may_wait_until_it_is_asked_for(collect: list[str], tmp_path: Path) -> None:
-    faults = Faults(tmp_path, (COLLECT,), waits=True)
-    faults.arm(OWNER, 0)
-    for what in ("first", "second", "third"):
-        ask(what)
-    faults.ask(0)
-    ask("fourth")
-    with pytest.raises(FaultError):
-        ask("fifth")
-
-
 def test_a_call_may_be_made_twice_or_late(collect: list[str], tmp_path: Path) -> None:
     twice = Fault("optimizer 1", "owner.collect", "duplicate", 2)
     late = Fault("optimizer 1", "owner.collect", "delay", 1, seconds=0.05)

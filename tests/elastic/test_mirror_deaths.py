@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,6 @@ from engine.models import seeded
 from torch import nn
 
 from rayzero import ZeroConfig
-from rayzero.slabs.sweep import SHARED_MEMORY
 from rayzero.testing import run_ranks
 from tests.support import needs
 from tests.support.faults import Fault
@@ -95,7 +93,6 @@ def test_owners_of_other_hosts_come_and_go_while_they_are_copied(
 ) -> None:
     loop = Training(base=seeded(Small, 3), folder=tmp_path, wanted=UP_AND_DOWN, **case)
     plain = partial(Training, base=seeded(Small, 3), folder=tmp_path, wanted={}, **case)
-    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY, prefix="test-host-") as other:
-        hosts = dict.fromkeys(there, Path(other))
+    with another_host(*there) as hosts:
         found = run_ranks(loop, 2, 2, "shm", True, max_failures=1, run_dir=tmp_path, stall_timeout=30.0, hosts=hosts)
     assert_same(found, run_ranks(plain(), 2, 2))

@@ -201,8 +201,7 @@ def test_messages_that_come_twice_change_nothing() -> None:
 
 
 def test_an_option_of_another_class_that_is_no_number_is_refused_by_name() -> None:
-    spec = make_spec(1, optimizer="torch.optim.sgd:SGD", hyper=({"lr": 0.1, "momentum": 0.9},))
-    with lead_of(spec) as (lead, _):
+    with lead_of(make_spec(1, optimizer="torch.optim.sgd:SGD", hyper=({"lr": 0.1, "momentum": 0.9},))) as (lead, _):
         wrong = StepInputs(edits=(), hyper=({"lr": 0.1, "momentum": None},))
         with pytest.raises(ConfigError, match=r"^momentum of parameter group 0 must be a number, got None$"):
             lead.finish(report(0), wrong).result(WAIT)
@@ -233,8 +232,7 @@ def test_calls_out_of_order_are_refused_by_name() -> None:
 
 
 def test_a_finish_of_a_discarded_attempt_is_refused() -> None:
-    spec = make_spec(2)
-    with lead_of(spec) as (lead, _):
+    with lead_of(make_spec(2)) as (lead, _):
         for norm in [lead.finish(report(rank), None) for rank in range(2)]:
             norm.result(WAIT)
         lead.discard(0, 0, 0).result(WAIT)
@@ -433,13 +431,6 @@ def test_a_rank_that_has_its_norm_may_still_save_until_it_commits(tmp_path: Path
                 waiting.result(0)
 
 
-def test_who_waits_for_a_checkpoint_is_not_named_as_missing(tmp_path: Path) -> None:
-    spec = make_spec(3)
-    with lead_of(spec) as (lead, _):
-        lead.save(0, 0, tmp_path / "step-000000", ())
-        assert lead.describe() == "v0 is being saved: ranks [1, 2] have not asked for it"
-
-
 def test_old_decisions_are_forgotten() -> None:
     spec = make_spec(1)
     with lead_of(spec, 1) as (lead, _):
@@ -448,17 +439,6 @@ def test_old_decisions_are_forgotten() -> None:
         assert lead.decision(9).result(WAIT).step == 9
         with pytest.raises(StoreError, match="the decision of step 1 is no longer kept"):
             lead.decision(1).result(WAIT)
-
-
-def test_close_fails_whoever_waits() -> None:
-    spec = make_spec(2)
-    with lead_of(spec) as (lead, _):
-        norm, decision = lead.finish(report(0), None), lead.decision(3)
-        lead.close()
-        lead.close()
-        for future in (norm, decision):
-            with pytest.raises(StoreClosedError):
-                future.result(WAIT)
 
 
 def test_it_says_who_is_waited_for() -> None:
@@ -474,8 +454,7 @@ def test_it_says_who_is_waited_for() -> None:
 
 
 def test_it_says_which_owner_it_has_no_link_to() -> None:
-    spec = make_spec(1)
-    with lead_of(spec) as (lead, peers):
+    with lead_of(make_spec(1)) as (lead, peers):
         peers[1].broken = "optimizer 1 at b:1: its link is down since 6.2 s (connection refused)"
         assert lead.describe() == f"rank 0 has not finished step 0; {peers[1].broken}"
         peers[1].broken = None

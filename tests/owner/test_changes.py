@@ -210,8 +210,7 @@ def test_a_version_that_is_published_and_not_noted_yet_is_known_in_a_moment_shar
 
 
 def test_what_a_former_life_may_have_been_writing_is_not_gone_on_from() -> None:
-    spec = make_spec(1, dtypes=[BF16] * 3)
-    with owner_of(spec) as owner:
+    with owner_of(make_spec(1, dtypes=[BF16] * 3)) as owner:
         service = owner.service
         parts = service._attached()
         log = ChangeLog(parts.model.shards, parts.model.rule, service._updater, service.recorder, taken_over=True)
@@ -224,8 +223,7 @@ def test_what_a_former_life_may_have_been_writing_is_not_gone_on_from() -> None:
 
 
 def test_a_nan_that_another_has_rounded_is_compared_with_what_is_there() -> None:
-    spec = make_spec(1, dtypes=[torch.float16] * 3)
-    with owner_of(spec) as owner:
+    with owner_of(make_spec(1, dtypes=[torch.float16] * 3)) as owner:
         for owned in owner.service._shards().values():
             owned.master[3], owned.params.view(torch.int16)[3] = torch.nan, -1
         owner.service.changes.follow()
@@ -347,8 +345,7 @@ def test_a_users_write_ends_what_a_copy_can_go_on_from() -> None:
 
 
 def test_of_updates_that_change_much_fewer_and_fewer_are_noted_for_copies() -> None:
-    spec = make_spec(1, dtypes=[BF16] * 3, hyper=[{**HYPER, "lr": 1.0}])
-    with owner_of(spec) as owner:
+    with owner_of(make_spec(1, dtypes=[BF16] * 3, hyper=[{**HYPER, "lr": 1.0}])) as owner:
         log, noted = owner.service.changes, list[int]()
         for at in range(205):
             step(owner, at)

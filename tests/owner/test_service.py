@@ -15,7 +15,6 @@ from store.toy import WAIT, make_spec, random_grads
 from owner.owner import Gate, Owner, counted, owner_of
 from rayzero.checkpoint.tensor_file import as_bytes
 from rayzero.errors import (
-    AccumulationError,
     CheckpointAbandonedError,
     MemoryPlanError,
     RankLeftError,
@@ -30,18 +29,12 @@ from rayzero.owner.gradients.landing import Landing
 from rayzero.owner.memory import HostMemory
 from rayzero.owner.owned_model import OwnerTerms
 from rayzero.owner.service import ShardService
-from rayzero.owner.shard import ShardState, Task, Updater, allocate
+from rayzero.owner.shard import Task, Updater, allocate
 from rayzero.protocol.messages import MASTER, Action, FileEntry, Norm, Published, Record, Write
 from rayzero.telemetry.names import CHECKPOINT_STALL_SECONDS, OPTIMIZER_PARAMS
 from rayzero.telemetry.recorder import MemoryRecorder
 
 BF16 = torch.bfloat16
-
-
-def test_the_toy_model_has_the_shards_these_schedules_name() -> None:
-    layout = make_spec().layout
-    assert [len(shards) for shards in layout.shards_by_unit] == [2, 7, 2]
-    assert [shard.unit for shard in layout.shards] == [0, 0, 1, 1, 1, 1, 1, 1, 1, 2, 2]
 
 
 # ---- landing memory
@@ -84,26 +77,6 @@ def test_bytes_that_came_elsewhere_are_copied_when_no_repeat_can_have_the_memory
         assert torch.equal(memory, owner.part(0, grads).to(BF16).float())
 
 
-def test_stale_pushes_are_dropped() -> None:
-    spec = make_spec(1)
-    with owner_of(spec) as owner:
-        grads = random_grads(spec, 1)
-        assert owner.push_shard(owner.header(0, 0, 0, grads, attempt=2), 0, grads)
-        assert owner.service.reserve(owner.header(0, 0, 0, grads, attempt=1), 0) is None
-        owner.push(0, grads, attempt=3)
-        owner.service.collect(0, owner.reports(attempts=[3])).result(WAIT)
-        owner.service.apply(replace(owner.decision(), attempts=(3,))).result(WAIT)
-        assert owner.service.reserve(owner.header(0, 0, 0, grads, attempt=9), 0) is None
-
-
-def test_ranks_have_memory_of_their_own() -> None:
-    spec = make_spec(3)
-    with owner_of(spec) as owner:
-        grads = random_grads(spec, 1)
-        memories = [owner.service.reserve(owner.header(rank, 0, 0, grads), 0) for rank in range(3)]
-        assert len({memory.data_ptr() for memory in memories if memory is not None}) == 3
-
-
 def test_staging_is_as_much_as_two_largest_units_and_comes_back() -> None:
     spec = make_spec(1, accumulation_steps=50, dtypes=[BF16] * 3)
     with owner_of(spec) as owner:
@@ -129,16 +102,6 @@ def test_the_next_push_of_a_unit_waits_for_the_one_before() -> None:
         assert not second.done()
         owner.push_shard(owner.header(0, 0, 0, grads, seq=0), 0, grads)
         assert second.result(WAIT) is not None
-
-
-def test_a_second_push_into_16_bit_memory_is_refused_and_into_fp32_added() -> None:
-    spec = make_spec(1, dtypes=[BF16, torch.float32, BF16])
-    with owner_of(spec) as owner:
-        grads = random_grads(spec, 1)
-        owner.push(0, grads)
-        with pytest.raises(AccumulationError, match="gradient_accumulation_steps"):
-            owner.service.reserve(owner.header(0, 0, 0, grads, seq=1), 0)
-        assert owner.push_shard(owner.header(0, 1, 0, grads, seq=1), 3, grads)
 
 
 def test_a_push_that_cannot_be_is_refused() -> None:
@@ -192,19 +155,6 @@ def test_a_push_for_a_step_that_is_not_open_here_yet_waits_for_its_decision() ->
         assert not early.done()
         owner.service.apply(owner.decision(action=Action.SKIP)).result(WAIT)
         assert early.result(WAIT) is not None
-
-
-def test_a_skip_publishes_all_at_once_with_unchanged_content() -> None:
-    spec = make_spec(1)
-    with owner_of(spec) as owner:
-        before = owner.read_all(0)
-        gate = Gate(owner.service)
-        owner.push(0, random_grads(spec, 1))
-        owner.collect().result(WAIT)
-        owner.service.apply(owner.decision(action=Action.SKIP)).result(WAIT)
-        assert all(map(torch.equal, owner.read_all(1), before))
-        owner.service.close()
-        assert gate.seen[-1] == [(shard, 1) for shard in range(11)]
 
 
 def test_listeners_are_told_the_version_that_the_content_is_from() -> None:
@@ -366,22 +316,6 @@ def test_a_collect_may_be_repeated_and_replaced() -> None:
 # ---- rule 6: norm parts
 
 
-def test_reports_may_come_in_any_order() -> None:
-    spec = make_spec(3)
-    grads = [random_grads(spec, seed) for seed in range(3)]
-    results = []
-    for reverse in (False, True):
-        with owner_of(spec) as owner:
-            for rank in range(3):
-                owner.push(rank, grads[rank])
-            reports = owner.reports()
-            parts = owner.service.collect(0, reports[::-1] if reverse else reports).result(WAIT)
-            owner.service.apply(owner.decision()).result(WAIT)
-            results.append((parts, owner.read_all(1)))
-    assert results[0][0] == results[1][0]
-    assert all(map(torch.equal, results[0][1], results[1][1]))
-
-
 def test_a_part_computed_early_is_replaced_when_another_push_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contributions, "EARLY", 1)  # element: one task a shard
     spec = make_spec(1, accumulation_steps=2)
@@ -533,8 +467,7 @@ def test_an_abort_fails_the_checkpoint_that_can_never_be_written_and_keeps_the_o
 
 
 def test_its_failure_is_told_once_with_the_first_reason() -> None:
-    spec = make_spec(1)
-    with owner_of(spec) as owner:
+    with owner_of(make_spec(1)) as owner:
         heard: list[str] = []
         owner.service.failed.add_done_callback(lambda failed: heard.append(str(failed.result())))
         assert not owner.service.failed.done()
@@ -618,8 +551,7 @@ def test_an_update_that_fails_fails_every_wait_with_its_cause() -> None:
 
 
 def test_close_fails_every_wait_and_is_idempotent() -> None:
-    spec = make_spec(1)
-    with owner_of(spec, load=False) as owner:
+    with owner_of(make_spec(1), load=False) as owner:
         waiting = owner.service.read(0, 0, "compute")
         owner.service.close()
         owner.service.close()
@@ -690,14 +622,6 @@ def test_what_an_fp32_unit_publishes_is_its_master() -> None:
     assert shards[2].params.dtype is BF16
     assert shards[10].master is None
     assert shards[10].states == {}
-
-
-def test_a_shard_only_makes_moves_of_its_table() -> None:
-    (owned, *_) = allocate(make_spec(), range(1), (), HostMemory(), room=None, splits=False).values()
-    with pytest.raises(StoreError, match="shard 0 of 'emb' cannot go"):
-        owned.move(ShardState.UPDATING)
-    for state in (ShardState.PUBLISHED, ShardState.DECIDED, ShardState.UPDATING, ShardState.PUBLISHED):
-        owned.move(state)
 
 
 def test_updated_elements_are_counted() -> None:

@@ -148,11 +148,6 @@ def test_an_awaited_slab_is_let_go_when_the_patience_is_over(tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_who_is_released_leaves_no_hold(tmp_path: Path, makers: list, patient: psutil.Process) -> None:
-    makers[0].communicate("end\n", timeout=30)
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("patience_s", [0.0, 0.01])
 def test_a_janitor_holds_what_a_successor_may_need(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patience_s: float
