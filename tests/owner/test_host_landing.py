@@ -64,20 +64,6 @@ def test_one_sum_has_memory_of_one_rank_in_fp32() -> None:
     assert held == 4 * sum(shard.numel for shard in spec.layout.shards)
 
 
-def test_a_sum_counts_as_the_pushes_of_its_ranks() -> None:
-    spec = make_spec(2)
-    with owner_of_sums(spec) as owner:
-        collected = owner.service.collect(0, reports(spec, BOTH))
-        assert not collected.done()
-        assert all(push_sums(owner, random_grads(spec, 1)))
-        parts = collected.result(WAIT)
-        assert not any(push_sums(owner, random_grads(spec, 1))), "a repeat is dropped"
-    alone = make_spec(1)
-    with owner_of_sums(alone, ()) as owner:
-        owner.push(0, random_grads(spec, 1))
-        assert owner.collect().result(WAIT) == parts
-
-
 @pytest.mark.parametrize(
     ("came", "counted"),
     [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,12 @@ from store.toy import WAIT, make_spec, random_grads
 from owner.owner import Gate, Owner, counted, owner_of
 from rayzero.checkpoint.tensor_file import as_bytes
 from rayzero.errors import (
-    CheckpointAbandonedError,
     MemoryPlanError,
     RankLeftError,
     StepMismatchError,
     StoreClosedError,
     StoreError,
 )
-from rayzero.kernels.native import NativeSquareSum
-from rayzero.kernels.rank_sum import SquareSum
 from rayzero.owner.gradients import contributions
 from rayzero.owner.gradients.landing import Landing
 from rayzero.owner.memory import HostMemory
@@ -31,29 +27,13 @@ from rayzero.owner.owned_model import OwnerTerms
 from rayzero.owner.service import ShardService
 from rayzero.owner.shard import Task, Updater, allocate
 from rayzero.protocol.messages import MASTER, Action, FileEntry, Norm, Published, Record, Write
-from rayzero.telemetry.names import CHECKPOINT_STALL_SECONDS, OPTIMIZER_PARAMS
+from rayzero.telemetry.names import OPTIMIZER_PARAMS
 from rayzero.telemetry.recorder import MemoryRecorder
 
 BF16 = torch.bfloat16
 
 
 # ---- landing memory
-
-
-def test_a_repeat_gets_the_same_memory_until_it_landed_and_none_after() -> None:
-    spec = make_spec(1)
-    with owner_of(spec) as owner:
-        grads = random_grads(spec, 1)
-        push = owner.header(0, 0, 0, grads)
-        first, again = owner.service.reserve(push, 0), owner.service.reserve(push, 0)
-        assert first is not None
-        assert again is not None
-        assert first.data_ptr() == again.data_ptr()
-        first.copy_(owner.part(0, grads))
-        owner.service.landed(push, 0)
-        owner.service.landed(push, 0)  # said twice
-        assert owner.service.reserve(push, 0) is None
-        assert owner.push_shard(push, 1, grads)
 
 
 def test_bytes_that_came_elsewhere_are_copied_when_no_repeat_can_have_the_memory(monkeypatch) -> None:
@@ -333,28 +313,6 @@ def test_a_part_computed_early_is_replaced_when_another_push_comes(monkeypatch: 
     assert sum(part[2] for part in results[1].parts) == pytest.approx(exact, rel=1e-5)
 
 
-def test_early_parts_are_computed_alone_and_awaited_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[bool] = []
-    for kind in (SquareSum, NativeSquareSum):
-        monkeypatch.setattr(kind, "parts", _noting(kind.parts, found))
-    for early, alone in ((1, True), (1 << 20, False)):
-        monkeypatch.setattr(contributions, "EARLY", early)  # element: one task a shard; all wait for the collect
-        with owner_of(make_spec(1)) as owner:
-            owner.push(0, random_grads(owner.spec, 0))
-            drain(owner)
-            owner.collect().result(WAIT)
-        assert set(found) == {alone}
-        found.clear()
-
-
-def _noting(parts: Callable[..., list[float]], found: list[bool]) -> Callable[..., list[float]]:
-    def noted(*args: Any, alone: bool = False, **sums: Any) -> list[float]:
-        found.append(alone)
-        return parts(*args, alone=alone, **sums)
-
-    return noted
-
-
 @pytest.mark.parametrize(("early", "tasks"), [(1, 11), (700, 5), (1 << 20, 0)])
 def test_parts_are_computed_early_in_tasks_of_some_size(
     early: int, tasks: int, monkeypatch: pytest.MonkeyPatch
@@ -392,30 +350,6 @@ def saved(owner: Owner, entry: FileEntry, version: int) -> bool:
             if found["step"] != version:
                 return False
     return True
-
-
-def test_a_save_has_its_version_whatever_is_updated_later(tmp_path: Path) -> None:
-    spec = make_spec(1)
-    grads = [random_grads(spec, seed) for seed in range(2)]
-    recorder = MemoryRecorder()
-    with owner_of(spec, recorder=recorder) as owner:
-        owner.take_step([grads[0]])
-        owner.push(0, grads[1], step=1)
-        owner.collect(1).result(WAIT)
-        gate = Gate(owner.service, hold_at=(0, 1))  # hears of it on subscribing: the updater stands still
-        gate.wait()
-        entry = owner.service.write_checkpoint(1, tmp_path / "step-000001")
-        owner.service.apply(owner.decision(1)).result(WAIT)
-        gate.release()
-        late = entry.result(WAIT)
-        owner.read(10, 2)
-        assert not saved(owner, late, 2)
-    assert recorder.total(CHECKPOINT_STALL_SECONDS) > 0
-    with owner_of(spec) as owner:
-        owner.take_step([grads[0]])
-        assert saved(owner, late, 1)
-        with pytest.raises(CheckpointAbandonedError, match="v0 cannot be saved: optimizer 0 has decided step 0"):
-            owner.service.write_checkpoint(0, tmp_path / "step-000000").result(WAIT)
 
 
 def test_a_save_may_be_asked_for_before_its_version_is_decided(tmp_path: Path) -> None:
@@ -564,15 +498,6 @@ def test_a_budget_that_is_too_small_is_refused_before_anything_is_allocated() ->
     service = ShardService(0, 1, OwnerTerms(memory_budget=100_000))
     with pytest.raises(MemoryPlanError, match=r"optimizer 0 of 1 needs .* cpu_memory_budget is 97.66 KiB"):
         service.attach(0, spec)
-    service.close()
-
-
-def test_use_before_attach_is_an_error() -> None:
-    service = ShardService(0, 1)
-    with pytest.raises(StoreError, match="optimizer 0 has not been attached"):
-        service.read(0, 0, "compute").result(WAIT)
-    with pytest.raises(StoreError, match="optimizer 0 has not been attached"):
-        service.load(0, torch.zeros(1))
     service.close()
 
 

@@ -19,8 +19,6 @@ from rayzero.owner.gradients import contributions
 from rayzero.owner.gradients.landing import RoundLanding
 from rayzero.protocol.gradient_sum import total_word
 from rayzero.protocol.messages import ATTEMPTS, Clamp, FinishReport, ModelSpec
-from rayzero.telemetry.names import MEMORY_BYTES
-from rayzero.telemetry.recorder import MemoryRecorder
 
 
 @pytest.fixture(autouse=True)
@@ -53,14 +51,6 @@ def sum_of(owner: Owner, shard: int, grads: Sequence[Grads]) -> torch.Tensor:
     return RankSum(parts[0].numel()).sum(parts, range(len(parts)), 0, parts[0].numel())
 
 
-def require_sum(owner: Owner, shard: int, grads: Sequence[Grads]) -> None:
-    """The shard's total has the gradients' sum, in every slice."""
-    owned, expected = owner.service.shard(shard), sum_of(owner, shard, grads)
-    assert owned.total is not None
-    for part in owned.slices:
-        assert torch.equal(owned.total[part.start : part.stop], expected[part.start : part.stop])
-
-
 def test_norm_parts_are_those_of_the_ranks_gradients_and_a_clamp_squares_the_total() -> None:
     spec = make_spec(3)
     grads = of_ranks(spec)
@@ -79,25 +69,6 @@ def test_norm_parts_are_those_of_the_ranks_gradients_and_a_clamp_squares_the_tot
                 for part in owner.service.shard(shard.index).slices:
                     [expected] = squares.parts(parts, range(3), [(part.start, part.stop)], wanted)
                     assert found[shard.index, part.slot] == expected
-
-
-def test_a_rank_that_pushes_less_is_waited_for_until_the_finishes_say_so() -> None:
-    """It might have pushed still, and then too late for a sum in rank order."""
-    spec = make_spec(2)
-    grads = of_ranks(spec)
-    with owner_of(spec) as owner:
-        for step in range(2):  # in the second step, the first one's counts are expected
-            owner.push(0, grads[0], step)
-            drain(owner)
-            assert held(owner) > 0
-            counts = (1,) * len(spec.layout.units)
-            reports = tuple(
-                FinishReport(step=step, attempt=0, rank=rank, counts=counts if rank == 0 else (0,) * len(counts))
-                for rank in range(2)
-            )
-            owner.service.collect(step, reports).result(WAIT)
-            assert held(owner) == 0
-            owner.service.apply(owner.decision(step)).result(WAIT)
 
 
 def test_a_second_push_that_was_not_planned_is_refused() -> None:
@@ -175,22 +146,6 @@ def test_rounds_are_added_one_after_the_other_and_each_frees_what_ranks_pushed(
             for shard in spec.layout.shards:
                 require_rounds(owner, shard.index, rounds[: seq + 1])
         owner.collect(pushes=steps).result(WAIT)
-
-
-def test_a_rank_that_is_ahead_keeps_its_pushes_and_the_order_stays() -> None:
-    spec = make_spec(3, accumulation_steps=3)
-    rounds = rounds_of(spec)
-    with owner_of(spec) as owner:
-        for rank in (2, 0, 1):
-            before = held(owner)
-            for seq in range(3):
-                owner.push(rank, rounds[seq][rank], seq=seq)
-            drain(owner)
-            assert held(owner) > before or rank == 1
-        assert held(owner) == 0
-        owner.collect(pushes=3).result(WAIT)
-        for shard in spec.layout.shards:
-            require_rounds(owner, shard.index, rounds)
 
 
 def test_a_parameter_that_only_some_rounds_have_is_their_sum_alone() -> None:
@@ -338,66 +293,3 @@ def test_a_later_life_may_go_on_behind_the_rounds_that_the_total_has() -> None:
             require_rounds(owner, shard.index, rounds)
     of_one = [word for shard, word in told if shard == 0]
     assert of_one == [total_word(0, 0, number) for number in (1, 2, 3)]
-
-
-class Room:
-    """Of a total: what became of its memory."""
-
-    def __init__(self) -> None:
-        self.seen: list[str] = []
-
-    def restore(self) -> None:
-        self.seen.append("restore")
-
-    def give_back(self, used: int) -> None:
-        assert used == 0
-        self.seen.append("give back")
-
-
-def test_totals_are_given_back_between_two_steps_and_never_while_they_are_needed() -> None:
-    spec = make_spec(2)
-    grads = of_ranks(spec)
-    recorder = MemoryRecorder()
-    with owner_of(spec, recorder=recorder) as owner:
-        sums = owner.service._attached().contributions.sums
-        owned = [shard for shard in owner.service._attached().model.shards.values() if shard.trainable]
-        rooms = {shard.shard.index: Room() for shard in owned}
-        for shard in owned:
-            shard.total_room = rooms[shard.shard.index]
-
-        def rest() -> float:
-            """The owner has nothing to do; returns the bytes of totals that it says it has."""
-            owner.service._updater.submit(sums.give_back_totals)
-            drain(owner)
-            return recorder.gauges()[MEMORY_BYTES][("kind", "grad"), ("tier", "ram")] - sums.spare.bytes
-
-        def seen() -> list[list[str]]:
-            found = [room.seen[:] for room in rooms.values()]
-            for room in rooms.values():
-                room.seen.clear()
-            return found
-
-        assert (rest(), rest()) == (0, 0)
-        assert seen() == [["give back"]] * len(rooms), "before the first step"
-        for step in range(2):
-            for rank, mine in enumerate(grads):
-                owner.push(rank, mine, step)
-            drain(owner)
-            assert rest() > 0
-            assert seen() == [["restore"]] * len(rooms), "the open step's are needed"
-            owner.collect(step).result(WAIT)
-            rest()
-            assert seen() == [[]] * len(rooms)
-            for shard in spec.layout.shards:
-                require_sum(owner, shard.index, grads)
-            owner.service.apply(owner.decision(step)).result(WAIT)
-            drain(owner)
-            if step:  # owners change: the memory will be others'
-                owner.service._updater.submit(sums.stand_still)
-                assert rest() > 0
-                sums.go_on()
-            assert rest() == 0
-            assert seen() == [["give back"]] * len(rooms)
-        owner.service._updater.submit(sums.stand_still)
-        drain(owner)
-        assert seen() == [["restore"]] * len(rooms), "others read them"

@@ -79,6 +79,28 @@ def test_owners_that_disagree_are_refused_by_name(field: str, other: str | int) 
         shaken(Owner(0, answer()), Owner(1, answer()), Owner(2, answer(**{field: other})))
 
 
+def test_only_the_lead_hears_what_another_lead_was_told() -> None:
+    owners, told = [Owner(0, answer()), Owner(1, answer())], pb.Told(steps=[pb.Told.Step(step=5)])
+    shaken(*owners, told=(1, told))
+    assert [request.told for request in (owner.asked[1][1] for owner in owners)] == [pb.Told(), told]
+
+
+def test_a_successor_is_asked_what_its_predecessor_was_and_told_that_it_is_one() -> None:
+    owner, successor = Owner(0, answer()), Owner(0, answer(), knows_spec=False)
+    handshake = shaken(owner)
+    handshake.admit_loss([0], before=4)
+    told = pb.Told(steps=[pb.Told.Step(step=5)])
+    meet(handshake, 0, successor, told)
+    expected = pb.AttachRequest()
+    expected.CopyFrom(owner.asked[-1][1])
+    assert expected.lost_before == 4
+    expected.told.CopyFrom(told)
+    assert successor.asked[0] == ("Attach", expected)
+    assert successor.asked[1][1].spec
+    meet(handshake, 0, successor)
+    assert successor.asked[-1][1].HasField("told")
+
+
 OTHER = pb.SharedFiles(control="/dev/shm/other")
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +12,8 @@ import pytest
 import torch
 from forked import forked
 
-import rayzero
 from rayzero.config import ZeroConfig
-from rayzero.engine.context import RankContext
-from rayzero.errors import HandshakeError, MemoryPlanError, RayZeroError, StoreError, UnsupportedError
+from rayzero.errors import HandshakeError, MemoryPlanError, StoreError, UnsupportedError
 from rayzero.kernels import splits_masters
 from rayzero.layout.model_layout import ModelLayout, lay_out_unit
 from rayzero.layout.shard_map import shard_map_for
@@ -36,7 +32,6 @@ from rayzero.store.shm.shared_plan import SharedPlan
 from rayzero.store.shm.words import Stamps
 from rayzero.telemetry.names import TRANSFER_BYTES
 from rayzero.telemetry.recorder import MemoryRecorder, NullRecorder
-from rayzero.testing import run_ranks
 from tests.support import needs
 from tests.support.waiting import until
 
@@ -276,27 +271,6 @@ def test_owners_that_stand_still_have_no_memory_for_totals(
 
 
 # ---- processes
-
-
-def die(pids: Path, ctx: RankContext) -> None:
-    (pids / str(os.getpid())).touch()
-    model = torch.nn.Linear(40, 70)
-    model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
-    model(torch.ones(1, 40)).sum().backward()
-    if ctx.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    optimizer.step()
-    optimizer.zero_grad()
-    rayzero.full_state_dict(model)
-
-
-def test_a_killed_rank_ends_the_others_and_its_slabs_are_swept(tmp_path: Path) -> None:
-    with pytest.raises(RayZeroError):
-        run_ranks(partial(die, tmp_path), 2, 1, "shm", processes=True)
-    ours = {os.getpid(), *(int(pid.name) for pid in tmp_path.iterdir())}  # others may run beside this test
-    assert len(ours) == 3
-    left = [slab for slab in list_slabs() if slab.header is not None and slab.header.pid in ours]
-    assert [slab.path for slab in left if not slab.alive] == []
 
 
 @pytest.mark.timeout(20)

@@ -261,15 +261,6 @@ def test_which_addresses_are_within_a_host(address: str, expected: bool) -> None
     assert is_loopback(address) is expected
 
 
-def test_refused_calls_are_counted_and_told(caplog: pytest.LogCaptureFixture) -> None:
-    with serving(tls=OWN) as (server,):
-        for _ in range(5):
-            refusal(server, of_rank(0), OWNER_SERVICE, "Apply", token_metadata(TOKEN))
-    (said,) = [line for line in caplog.messages if line.startswith("refused")]
-    assert "refused 1 call, the last from ipv4:127.0.0.1:" in said
-    assert said.endswith("Apply was called with a certificate of rank-0.rayzero; it takes one of owner.rayzero")
-
-
 # ---- certificates that end
 
 
