@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -44,17 +43,10 @@ def wholes(owner: Owner, version: int) -> list[Copy]:
     return [Copy(values, version, checksum(values)) for values in owner.read_all(version)]
 
 
-def settle(owner: Owner) -> None:
-    """Until the updater's thread has done what it was asked so far."""
-    done = threading.Event()
-    owner.service._updater.submit(done.set)
-    assert done.wait(WAIT)
-
-
 def step(owner: Owner, at: int, scale: float = 1.0) -> list[Tensor]:
     """One step; the published values after it."""
     owner.take_step([random_grads(owner.spec, 10 * at + rank, scale) for rank in range(owner.spec.world_size)], at)
-    settle(owner)
+    owner.drain()
     return owner.read_all(at + 1)
 
 
@@ -81,7 +73,7 @@ def same(copies: Sequence[Copy], values: Sequence[Tensor]) -> bool:
 def followed(spec: ModelSpec, **options: Any) -> Iterator[Owner]:
     with owner_of(spec, **options) as owner:
         owner.service.changes.follow()
-        settle(owner)
+        owner.drain()
         yield owner
 
 
@@ -110,7 +102,7 @@ def test_changes_lead_from_every_version_to_every_later_one(rule: str, dtype: to
             owner.collect(at).result(WAIT)
             action = Action.SKIP if at == 2 else Action.APPLY
             owner.service.apply(replace(owner.decision(at, action), hyper=hyper)).result(WAIT)
-            settle(owner)
+            owner.drain()
             values, told = owner.read_all(at + 1), since(owner, copies[-1])
             assert all(changes is not None and len(changes) == 1 for changes in told)
             assert {changes[0].form for changes in told[:2] if changes} == {Form.NOTHING}, "a frozen unit"
@@ -132,7 +124,7 @@ def test_nothing_is_noted_while_nobody_follows() -> None:
         step(owner, 0)
         assert log.kept_bytes == 0
         assert since(owner, before) == [None] * 11, "the first question: noting begins"
-        settle(owner)
+        owner.drain()
         copies = wholes(owner, 1)
         clock.now += QUIET_S
         values = step(owner, 1)
@@ -149,7 +141,7 @@ def test_who_follows_before_there_are_values_gets_changes_from_the_first_update_
     spec = make_spec(1, dtypes=[BF16] * 3)
     with owner_of(spec, load=False) as owner:
         owner.service.changes.follow()
-        settle(owner)
+        owner.drain()
         for shard in spec.layout.shards:
             owner.service.load(shard.index, torch.ones(shard.numel))
         step(owner, 0)
@@ -215,7 +207,7 @@ def test_what_a_former_life_may_have_been_writing_is_not_gone_on_from() -> None:
         parts = service._attached()
         log = ChangeLog(parts.model.shards, parts.model.rule, service._updater, service.recorder, taken_over=True)
         log.follow()
-        settle(owner)
+        owner.drain()
         copy = wholes(owner, 0)[0]
         assert log.since(0, 0, copy.checksum) is None
         log.published(0)
@@ -227,7 +219,7 @@ def test_a_nan_that_another_has_rounded_is_compared_with_what_is_there() -> None
         for owned in owner.service._shards().values():
             owned.master[3], owned.params.view(torch.int16)[3] = torch.nan, -1
         owner.service.changes.follow()
-        settle(owner)
+        owner.drain()
         copies = wholes(owner, 0)
         values = step(owner, 0)
         catch_up(owner, copies, 1)
@@ -242,7 +234,7 @@ def test_the_oldest_changes_go_first_and_no_more_is_kept_than_there_is_room_for(
         published = sum(owned.params.nbytes for owned in owner.service._shards().values())
         bitmaps = sum(-(-shard.numel // 8) for shard in spec.layout.shards)
         log.follow()
-        settle(owner)
+        owner.drain()
         versions = [wholes(owner, 0)]
         for at in range(6):
             step(owner, at)
@@ -267,7 +259,7 @@ def test_no_more_is_held_than_there_is_room_for_in_the_budget_bitmaps_too(room: 
     with owner_of(spec, budget=needed + room) as owner:
         log, indices = owner.service.changes, range(len(spec.layout.shards))
         log.follow()
-        settle(owner)
+        owner.drain()
         copies = wholes(owner, 0)
         for at in range(3):
             step(owner, at)
@@ -316,7 +308,7 @@ def test_for_copies_the_newest_update_is_noted_while_one_asks() -> None:
         for at in range(2, 15):
             grads = {k: v for k, v in random_grads(spec, at).items() if at % 2 or not k.endswith("b")}
             owner.take_step([grads], at)
-            settle(owner)
+            owner.drain()
             values = owner.read_all(at + 1)
             if at < 5:
                 for shard, copy in enumerate(copies):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -118,9 +117,7 @@ def test_sums_with_a_later_life_may_go_on_behind_the_rounds_that_the_total_has(m
     later, discarded = ((0, 2), (1 << 16, 2)), ((0, 2), (1, 2))
     with owner_of_sums(spec) as owner:
         push_sums(owner, random_grads(spec, 1))
-        done = threading.Event()
-        owner.service._updater.submit(done.set)
-        assert done.wait(WAIT)
+        owner.drain()
         assert not owner.service.reserve_when_free(sum_of(spec, 0, discarded, seq=1), 0).done()
         assert all(push_sums(owner, random_grads(spec, 2), later, seq=1))
         parts = owner.service.collect(0, reports(spec, later)).result(WAIT)

@@ -306,7 +306,7 @@ def test_a_part_computed_early_is_replaced_when_another_push_comes(monkeypatch: 
             for seq in range(3):  # two are planned: after the second every part is computed early
                 owner.push(0, grads[seq], seq=seq)
                 if early:
-                    drain(owner)
+                    owner.drain()
             results.append(owner.collect(pushes=3).result(WAIT))
     assert results[0] == results[1]
     exact = sum(float(sum(g[name].double() for g in grads).square().sum()) for name in grads[0])
@@ -325,13 +325,6 @@ def test_parts_are_computed_early_in_tasks_of_some_size(
         owner.push(0, random_grads(spec, 0))
         sizes = [shard.numel for shard in spec.layout.shards]
         assert (len(submitted), len(sizes)) == (tasks, 11), sizes
-
-
-def drain(owner: Owner) -> None:
-    """Until the updater has done all it was given so far."""
-    gate = Gate(owner.service, hold_at=(0, 0))
-    gate.wait()
-    gate.release()
 
 
 # ---- checkpoints

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,13 +25,6 @@ from rayzero.protocol.messages import ATTEMPTS, Clamp, FinishReport, ModelSpec
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A shard is added up as soon as every rank has pushed it, however small."""
     monkeypatch.setattr(contributions, "EARLY", 1)
-
-
-def drain(owner: Owner) -> None:
-    """Wait until the owner has computed what it was given so far."""
-    done = threading.Event()
-    owner.service._updater.submit(done.set)
-    assert done.wait(WAIT)
 
 
 def of_ranks(spec: ModelSpec, seed: int = 0) -> list[Grads]:
@@ -59,7 +52,7 @@ def test_norm_parts_are_those_of_the_ranks_gradients_and_a_clamp_squares_the_tot
         with owner_of(spec) as owner:
             for rank, mine in enumerate(grads):
                 owner.push(rank, mine)
-            drain(owner)
+            owner.drain()
             counts = (1,) * len(spec.layout.units)
             reports = tuple(FinishReport(step=0, attempt=0, rank=r, counts=counts, clamp=wanted) for r in range(3))
             found = {part[:2]: part[2] for part in owner.service.collect(0, reports).result(WAIT).parts}
@@ -85,7 +78,7 @@ def test_what_one_rank_alone_discards_after_it_was_added_up_ends_the_step_by_nam
     with owner_of(spec) as owner:
         for rank in range(2):
             owner.push(rank, grads[rank])
-        drain(owner)
+        owner.drain()
         owner.push(0, random_grads(spec, 77), attempt=1)
         collected = owner.service.collect(0, owner.reports(attempts=[1, 0]))
         with pytest.raises(StepMismatchError, match=r"call zero_grad\(\) on every rank or on none"):
@@ -100,7 +93,7 @@ def test_nothing_is_added_up_while_owners_change_and_all_of_it_after_that() -> N
         owner.service.settled().result(WAIT)
         owner.push(1, grads[1])
         collected = owner.collect()
-        drain(owner)
+        owner.drain()
         assert held(owner) > 0
         assert not collected.done()
         owner.service.go_on()
@@ -116,16 +109,15 @@ def rounds_of(spec: ModelSpec) -> list[list[Grads]]:
     return [of_ranks(spec, seed) for seed in range(spec.accumulation_steps)]
 
 
-def require_rounds(owner: Owner, shard: int, rounds: Sequence[Sequence[Grads]]) -> None:
-    """The shard's total has the rounds, each summed over ranks first."""
-    owned = owner.service.shard(shard)
-    sums = [sum_of(owner, shard, grads).clone() for grads in rounds]
-    expected = sums[0]
-    for each in sums[1:]:
-        expected = expected + each
-    assert owned.total is not None
-    for part in owned.slices:
-        assert torch.equal(owned.total[part.start : part.stop], expected[part.start : part.stop])
+def require_rounds(owner: Owner, rounds: Sequence[Sequence[Grads]]) -> None:
+    """Every shard's total has the rounds, each summed over ranks first."""
+    for shard in range(len(owner.spec.layout.shards)):
+        owned = owner.service.shard(shard)
+        sums = [sum_of(owner, shard, grads).clone() for grads in rounds]
+        expected = functools.reduce(torch.add, sums)
+        assert owned.total is not None
+        for part in owned.slices:
+            assert torch.equal(owned.total[part.start : part.stop], expected[part.start : part.stop])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -141,10 +133,9 @@ def test_rounds_are_added_one_after_the_other_and_each_frees_what_ranks_pushed(
             for rank, mine in enumerate(grads):
                 assert (held(owner) > 0) is (rank > 0)
                 owner.push(rank, mine, seq=seq)
-                drain(owner)
+                owner.drain()
             assert held(owner) == 0
-            for shard in spec.layout.shards:
-                require_rounds(owner, shard.index, rounds[: seq + 1])
+            require_rounds(owner, rounds[: seq + 1])
         owner.collect(pushes=steps).result(WAIT)
 
 
@@ -161,7 +152,7 @@ def test_a_parameter_that_only_some_rounds_have_is_their_sum_alone() -> None:
         for seq, grads in enumerate((lacking, second)):
             for rank, mine in enumerate(grads):
                 owner.push(rank, mine, seq=seq)
-            drain(owner)
+            owner.drain()
         for shard in spec.layout.shards_by_unit[1]:
             owned, expected = owner.service.shard(shard.index), sum_of(owner, shard.index, second)
             assert owned.total is not None
@@ -193,10 +184,10 @@ def test_only_the_last_round_that_is_planned_is_squared_or_the_total_where_ranks
         for seq in range(pushes):
             for rank in range(2):
                 owner.push(rank, random_grads(spec, 10 * seq + rank), seq=seq)
-            drain(owner)
+            owner.drain()
             assert bool(watched.of) is (seq >= 2)
         found = {part[:2]: part[2] for part in owner.collect(pushes=pushes).result(WAIT).parts}
-        drain(owner)
+        owner.drain()
         trained = [shard for shard in spec.layout.shards if spec.layout.units[shard.unit].trainable]
         assert watched.of == [squared] * len(trained) * max(1, pushes - 2)
         squares = choose_squares(owner.service.kernel)
@@ -215,16 +206,13 @@ def test_ranks_that_push_less_than_others_are_resolved_by_their_finishes() -> No
         for rank in range(3):
             for seq in range(pushes[rank]):
                 owner.push(rank, rounds[seq][rank], seq=seq)
-        drain(owner)
+        owner.drain()
         reports = tuple(
             replace(report, counts=(pushes[rank],) * len(report.counts)) for rank, report in enumerate(owner.reports())
         )
         owner.service.collect(0, reports).result(WAIT)
         assert held(owner) == 0
-        for shard in spec.layout.shards:
-            require_rounds(
-                owner, shard.index, [[rounds[0][0], rounds[0][2]], [rounds[1][0], rounds[1][2]], [rounds[2][0]]]
-            )
+        require_rounds(owner, [[rounds[0][0], rounds[0][2]], [rounds[1][0], rounds[1][2]], [rounds[2][0]]])
 
 
 def test_one_push_more_than_backwards_were_planned_is_taken_and_no_other() -> None:
@@ -246,11 +234,10 @@ def test_what_all_ranks_discard_after_some_rounds_is_added_up_again(number: int)
             for seq, grads in enumerate(mine):
                 for rank in range(2):
                     owner.push(rank, grads[rank], attempt=attempt, seq=seq)
-                drain(owner)
+                owner.drain()
                 assert held(owner) == 0
         owner.service.collect(0, owner.reports(pushes=number, attempts=[1, 1])).result(WAIT)
-        for shard in spec.layout.shards:
-            require_rounds(owner, shard.index, rounds)
+        require_rounds(owner, rounds)
 
 
 def test_a_later_life_repeats_the_rounds_that_the_total_has_and_goes_on() -> None:
@@ -260,14 +247,13 @@ def test_a_later_life_repeats_the_rounds_that_the_total_has_and_goes_on() -> Non
         for seq in range(2):
             for rank in range(2):
                 owner.push(rank, rounds[seq][rank], seq=seq)
-            drain(owner)
+            owner.drain()
         for seq in range(3):
             owner.push(1, random_grads(spec, 77) if seq < 2 else rounds[seq][1], attempt=ATTEMPTS, seq=seq)
         owner.push(0, rounds[2][0], seq=2)
-        drain(owner)
+        owner.drain()
         owner.service.collect(0, owner.reports(pushes=3, attempts=[0, ATTEMPTS])).result(WAIT)
-        for shard in spec.layout.shards:
-            require_rounds(owner, shard.index, rounds)
+        require_rounds(owner, rounds)
         owner.service.apply(replace(owner.decision(), attempts=(0, ATTEMPTS))).result(WAIT)
         owner.read_all(1)
         assert held(owner) == 0
@@ -283,13 +269,12 @@ def test_a_later_life_may_go_on_behind_the_rounds_that_the_total_has() -> None:
         for seq in range(2):
             for rank in range(2):
                 owner.push(rank, rounds[seq][rank], seq=seq)
-            drain(owner)
+            owner.drain()
         owner.push(0, rounds[2][0], seq=2)
         discarded = owner.header(1, 1, 0, rounds[2][1], attempt=1, seq=2)
         assert not owner.service.reserve_when_free(discarded, spec.layout.shards_by_unit[1][0].index).done()
         owner.push(1, rounds[2][1], attempt=ATTEMPTS, seq=2)
         owner.service.collect(0, owner.reports(pushes=3, attempts=[0, ATTEMPTS])).result(WAIT)
-        for shard in spec.layout.shards:
-            require_rounds(owner, shard.index, rounds)
+        require_rounds(owner, rounds)
     of_one = [word for shard, word in told if shard == 0]
     assert of_one == [total_word(0, 0, number) for number in (1, 2, 3)]

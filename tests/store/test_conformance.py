@@ -843,9 +843,10 @@ def test_close_is_idempotent_and_ends_the_store(make_stores: StoreFactory) -> No
 
 
 def test_close_ends_what_waits_and_leaves_no_thread(make_stores: StoreFactory) -> None:
-    before = threads()
-    with started(make_stores(2, 2), make_spec(2)) as ranks:
-        waits = [ranks[0].fetch_unit(0, 1)[0], ranks[0].finish(), ranks[0].store.decision(4)]
+    before, spec = threads(), make_spec(2, accumulation_steps=2)
+    with started(make_stores(2, 2), spec) as ranks:
+        early = ranks[0].push_unit(1, random_grads(spec, 1), seq=1)  # the one before it never comes
+        waits = [early, ranks[0].fetch_unit(0, 1)[0], ranks[0].finish(), ranks[0].store.decision(4)]
         ranks[0].store.close("done")
         for each in waits:
             with pytest.raises((StoreClosedError, RankLeftError)):

@@ -25,8 +25,6 @@ from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.memory.next_epoch import EpochFacts
 from rayzero.store.owner.server import serve_models
 from rayzero.store.owner.shard_source import RemoteShards
-from rayzero.store.rank.rank_store import RankStore
-from rayzero.store.remote.remote_connection import RankTerms, RemoteConnection
 from rayzero.store.wire import tensor_streams
 from rayzero.store.wire.payload import Assembly
 from rayzero.store.wire.rpc import (
@@ -34,9 +32,9 @@ from rayzero.store.wire.rpc import (
 )
 from rayzero.store.wire.tensor_stream import TICKET_BYTES, WELCOME, StreamEndedError
 from store.proxy import Proxy
-from store.stores import TOKEN
+from store.stores import TOKEN, connected
 from store.test_tensor_streams import Spoils, ask, member, over
-from store.toy import WAIT, make_spec, random_grads, start, take_step
+from store.toy import WAIT, make_spec, random_grads, started, take_step
 from tests.support import needs
 
 pytestmark = needs.shared_memory
@@ -58,9 +56,7 @@ def owner(shown: Identity | None = None) -> Iterator[Owner]:
     models, spec = HostedModels(0, 1, share=SHARED_MEMORY), make_spec(world_size=1)
     with serve_models(models, token=TOKEN, tls=shown) as server, Proxy(server.address) as proxy:
         server.connect_peers([server.address])
-        store = RankStore(RemoteConnection(0, [server.address], RankTerms(token=TOKEN, tls=shown, share=SHARED_MEMORY)))
-        try:
-            ranks = start([store], spec)
+        with started(connected([server], tls=shown, share=SHARED_MEMORY), spec) as ranks:
             for step in range(2):
                 take_step(ranks, [random_grads(spec, step)])
             server.hold()
@@ -70,8 +66,6 @@ def owner(shown: Identity | None = None) -> Iterator[Owner]:
             shards = {shard.index: shared.carried(service.shard(shard.index)) for shard in spec.layout.shards}
             began, record = (torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in shared.noted())
             yield Owner(proxy, shards, EpochFacts(service.kernel, began, record))
-        finally:
-            store.close()
     models.close()
 
 

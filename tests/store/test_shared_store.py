@@ -24,9 +24,7 @@ from rayzero.slabs.sweep import SHARED_MEMORY, list_slabs
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.handlers import ModelCalls
 from rayzero.store.owner.memory.shared_owner import SharedOwner
-from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.remote.owner_table import OwnerTable, connect_store
-from rayzero.store.remote.remote_connection import RankTerms, RemoteConnection
 from rayzero.store.shm.lines import Line
 from rayzero.store.shm.shared_plan import SharedPlan
 from rayzero.store.shm.words import Stamps
@@ -35,8 +33,8 @@ from rayzero.telemetry.recorder import MemoryRecorder, NullRecorder
 from tests.support import needs
 from tests.support.waiting import until
 
-from .stores import TOKEN, serving
-from .toy import WAIT, Rank, equal, make_spec, masters, random_grads, start, take_step
+from .stores import TOKEN, connected, serving
+from .toy import WAIT, Rank, equal, make_spec, masters, random_grads, started, take_step
 
 pytestmark = needs.signals_between_processes
 
@@ -57,13 +55,8 @@ def served(
 def ranks_of(
     stack: ExitStack, addresses: list[str], world_size: int, *, share: Path = SHARED_MEMORY, **options: Any
 ) -> list[Rank]:
-    stores = [
-        RankStore(RemoteConnection(r, addresses, RankTerms(token=TOKEN, share=share, **options)))
-        for r in range(world_size)
-    ]
-    for store in stores:
-        stack.callback(store.close)
-    return start(stores, make_spec(world_size))
+    stores = connected(addresses, world_size, share=share, **options)
+    return stack.enter_context(started(stores, make_spec(world_size)))
 
 
 def test_no_call_is_made_within_a_step(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,10 +172,7 @@ def test_gradients_are_gathered_where_owners_read_and_parameters_read_where_owne
 @pytest.mark.promise("observable", "transports")
 def test_bytes_are_counted_as_shared_memory(stack: ExitStack) -> None:
     recorder = MemoryRecorder()
-    addresses = served(stack, 2)
-    store = RankStore(RemoteConnection(0, addresses, RankTerms(token=TOKEN, share=SHARED_MEMORY, recorder=recorder)))
-    stack.callback(store.close)
-    (rank,) = start([store], make_spec(1))
+    (rank,) = ranks_of(stack, served(stack, 2), 1, recorder=recorder)
     take_step([rank], [random_grads(rank.spec, 1)])
     size = sum(unit.size_bytes for unit in rank.spec.layout.units)
     before = recorder.total(TRANSFER_BYTES, direction="fetch", transport="shm")
@@ -201,6 +191,9 @@ def test_transport_shm_refuses_owners_elsewhere_and_auto_takes_them(stack: ExitS
         forced.attach(make_spec(1))
 
 
+PLANNED = f"planned {os.getpid()}"  # this process's run: others may measure theirs beside it
+
+
 def planned(stack: ExitStack, dtype: torch.dtype, accumulation_steps: int = 1) -> list[Rank]:
     """Two ranks and two owners of 5.3M parameters."""
     shapes = ((700, 1024), (1024, 1031), (3, 5))
@@ -210,7 +203,7 @@ def planned(stack: ExitStack, dtype: torch.dtype, accumulation_steps: int = 1) -
     )
     base = make_spec(2)
     spec = ModelSpec(
-        run="planned",
+        run=PLANNED,
         layout=ModelLayout(units=units, shard_numel=1 << 18),
         world_size=2,
         optimizer=base.optimizer,
@@ -218,18 +211,12 @@ def planned(stack: ExitStack, dtype: torch.dtype, accumulation_steps: int = 1) -
         group_of=((0,) * len(shapes),) * len(units),
         accumulation_steps=accumulation_steps,
     )
-    addresses = served(stack, 2)
-    stores = [
-        RankStore(RemoteConnection(rank, addresses, RankTerms(token=TOKEN, share=SHARED_MEMORY))) for rank in range(2)
-    ]
-    for store in stores:
-        stack.callback(store.close)
-    return start(stores, spec)
+    return stack.enter_context(started(connected(served(stack, 2), 2, share=SHARED_MEMORY), spec))
 
 
 def planned_pages() -> int:
     """Bytes of the pages that exist, not what sizes say."""
-    slabs = [s for s in list_slabs() if s.header is not None and s.header.facts.run == "planned" and s.alive]
+    slabs = [s for s in list_slabs() if s.header is not None and s.header.facts.run == PLANNED and s.alive]
     return sum(slab.path.stat().st_blocks * 512 for slab in slabs)
 
 
