@@ -11,17 +11,19 @@ from typing import Any, cast
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from rayzero.concurrency.futures import Gather, settled
 from rayzero.errors import AccumulationError, StoreClosedError, StoreError
 from rayzero.owner.memory import carve
 from rayzero.owner.service import ShardService
-from rayzero.protocol.gradient_sum import GradientMemory, gradient_sizes, pool_room
+from rayzero.protocol.gradient_sum import POOL_ALIGN, GradientMemory, gradient_sizes, pool_room
 from rayzero.protocol.messages import AT_HOME, IN_TOTAL, Contribution, FinishReport, ModelSpec, Pushed, pack_presence
 from rayzero.store.host.waits import PublishBoard
 from rayzero.store.rank.connection import Announce, Epochs, GradientSender, Joined, nothing
-from rayzero.store.rank.gradient_region import GradientRegion, gradient_region
+from rayzero.store.rank.gradient_region import GradientPool, GradientRegion, gradient_region
 from rayzero.store.rank.pushes import Pushes, Route
 from rayzero.telemetry.recorder import NullRecorder
 
@@ -296,3 +298,37 @@ def test_a_newer_attempt_takes_the_places_of_the_last_one() -> None:
     copy = region.copy(UNIT, told, make_spec(2).layout.shards_by_unit[UNIT])
     assert copy is not None
     assert copy.eq(3.0).all()
+
+
+# ---- the pool: ranges, never two at once in one place
+
+POOL_SIZE = 16 * POOL_ALIGN
+
+
+def test_the_lowest_free_range_is_given_first() -> None:
+    pool = GradientPool(POOL_SIZE)
+    first, second = pool.take(3 * POOL_ALIGN), pool.take(1)
+    assert (first, second) == (0, 3 * POOL_ALIGN)
+    pool.give_back(0, 3 * POOL_ALIGN)
+    assert pool.take(2 * POOL_ALIGN) == 0
+    assert pool.take(2 * POOL_ALIGN) == 4 * POOL_ALIGN, "one is left before the second"
+
+
+def test_an_empty_pool_has_no_range() -> None:
+    assert GradientPool(0).take(1) is None
+
+
+@given(st.lists(st.tuples(st.integers(1, POOL_SIZE), st.integers(0, 5)), max_size=60))
+def test_ranges_never_meet_and_what_is_given_back_is_whole_again(moves: list[tuple[int, int]]) -> None:
+    pool, taken = GradientPool(POOL_SIZE), list[tuple[int, int]]()
+    for size, back in moves:
+        start = pool.take(size)
+        if start is not None:
+            assert start + size <= POOL_SIZE
+            assert all(start + size <= at or at + length <= start for at, length in taken)
+            taken.append((start, size))
+        if taken and (back < 2 or start is None):
+            pool.give_back(*taken.pop(back % len(taken)))
+    for each in taken:
+        pool.give_back(*each)
+    assert pool.take(POOL_SIZE) == 0

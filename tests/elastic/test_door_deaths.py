@@ -1,4 +1,4 @@
-"""Optimizer actors that copy and ask for hosts die, stop and come back, owners come and go, and no bit changes."""
+"""Optimizer actors that copy, add and ask for hosts die, stop and come back, owners come and go, and no bit changes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .test_scaling_cases import UNITS, UP_AND_DOWN, Small, Training, assert_same
 pytestmark = needs.shared_memory
 
 _DOOR, _OWNER = "optimizer 2", "optimizer 1"  # on the ranks' host, without shards; on another host
-DEATHS = {
+COPIES = {
     "the door as it makes its memory": (Fault(_DOOR, "owner.mirror"),),
     "the door with nothing asked for": (Fault(_DOOR, "owner.copies", nth=2),),
     "the door in the middle of a unit": (Fault(_DOOR, "owner.copying", nth=5),),
@@ -47,11 +47,40 @@ DEATHS = {
     "an owner that is copied": (Fault(_OWNER, "owner.between-shards", nth=3),),
     "the lead and the door": (Fault("optimizer 0", "lead.after-record", nth=2), Fault(_DOOR, "owner.copies", nth=4)),
 }
+"""Around parameters that the host has copies of, and questions that the door asks for it."""
+
+SUMS = {
+    "the door with nothing added": (Fault(_DOOR, "owner.sums-up", nth=3),),
+    "the door with a sum and nothing sent": (Fault(_DOOR, "owner.summed-up", nth=4),),
+    "the door with a sum that was sent": (Fault(_DOOR, "owner.sent-sum", nth=5),),
+    "the door that finds a rank that comes back": (
+        Fault("rank 0", "rank.finished", nth=2),
+        Fault(_DOOR, "owner.finds-ranks", nth=3),
+    ),
+    "a rank before it announces": (Fault("rank 1", "rank.announce", nth=6),),
+    "a rank before it says how often it has pushed": (Fault("rank 1", "rank.tells-door", nth=2),),
+    "a rank that has finished": (Fault("rank 1", "rank.finished", nth=3),),
+    "an owner that reads a sum": (Fault(_OWNER, "owner.landing", nth=6),),
+    "an owner with a decision, and a rank": (
+        Fault(_OWNER, "owner.apply", nth=2),
+        Fault("rank 0", "rank.finished", nth=2),
+    ),
+    "an owner, and the door as it sends again": (
+        Fault(_OWNER, "owner.collect", nth=2),
+        Fault(_DOOR, "owner.sends-again"),
+    ),
+    "all of them": (
+        *(Fault(f"optimizer {owner}", "owner.collect", nth=2) for owner in range(2)),
+        Fault(_DOOR, "owner.sent-sum", nth=4),
+        *(Fault(f"rank {rank}", "rank.finished", nth=2) for rank in range(2)),
+    ),
+}
+"""Around gradients that leave the host as one sum."""
 
 
-@pytest.mark.spread(1, second=6)
-@pytest.mark.parametrize("faults", DEATHS.values(), ids=DEATHS)
-def test_a_death_around_what_a_host_has_copies_of_changes_no_bit(
+@pytest.mark.spread(2, second=12)
+@pytest.mark.parametrize("faults", [*COPIES.values(), *SUMS.values()], ids=[*COPIES, *SUMS])
+def test_a_death_around_what_a_door_does_for_its_host_changes_no_bit(
     faults: tuple[Fault, ...], expected: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with another_host(*OWNERS_ELSEWHERE) as hosts:
