@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from rayzero.errors import StoreClosedError
+from rayzero.errors import EpochOverError, StoreClosedError
 from rayzero.protocol.messages import Contribution, SharedPaths
 from rayzero.store.host.waits import PublishBoard
 from rayzero.store.owner.hosted import HostedModels
@@ -19,7 +19,7 @@ from rayzero.store.rank.rank_memory import RankMemory
 from rayzero.store.shm.shared_plan import SharedPlan
 from rayzero.store.shm.signals import available
 
-from .toy import make_spec
+from .toy import WAIT, make_spec
 
 pytestmark = pytest.mark.skipif(available() is not None, reason="no memory that ranks share here")
 
@@ -144,6 +144,24 @@ def shown(here: Sequence[int]) -> set[int]:
 
 
 # ---- other owners
+
+
+def test_gradients_and_windows_go_on_with_other_owners(make: Make, stack: ExitStack, slab_dir: Path) -> None:
+    """Owner 1, whose memory the rank had, is elsewhere by now."""
+    offers = {owner: owner_of(stack, slab_dir, owner) for owner in range(OWNERS)}
+    memory = joined(make(), offers)
+    assert memory.windows is not None
+    assert memory.shared is not None
+    gradients, windows = memory.gradients, memory.windows
+    assert {unit.index for unit in UNITS if windows.tensor(unit.index) is not None} == shown((0, 1))
+    asked = memory.shared.ask_lead("GetDecision", b"")
+    assert asked is not None
+    memory.enter(PLAN, {0: offers[0]}, [1], PublishBoard())
+    memory.enter_windows([1])
+    assert (memory.gradients is gradients, memory.windows is windows, memory.shares) == (True, True, True)
+    assert {unit.index for unit in UNITS if windows.tensor(unit.index) is not None} == shown((0,))
+    with pytest.raises(EpochOverError, match="the lead was another one before"):
+        asked.result(WAIT)
 
 
 # ---- a former life
