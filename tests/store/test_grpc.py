@@ -29,7 +29,6 @@ from rayzero.errors import (
     RayZeroError,
     StoreClosedError,
     StoreError,
-    TransferError,
     UnsupportedError,
 )
 from rayzero.lead.lead import StepLead
@@ -55,11 +54,10 @@ from rayzero.store.wire.rpc import (
     token_metadata,
     unseal,
 )
-from rayzero.store.wire.tensor_stream import StreamEndedError
 from rayzero.store.wire.translate import from_failure, to_failure
-from rayzero.telemetry.names import FETCH_SECONDS, PUSH_SECONDS, TRANSFER_BYTES, TRANSFER_RETRIES
+from rayzero.telemetry.names import FETCH_SECONDS, PUSH_SECONDS, TRANSFER_BYTES
 from rayzero.telemetry.recorder import MemoryRecorder
-from store.stores import TOKEN, connected, seeing_transfers, serving
+from store.stores import TOKEN, connected, serving
 from store.toy import HYPER, WAIT, equal, make_spec, masters, random_grads, start, started, take_step
 from tests.support.leftovers import threads, threads_left
 
@@ -196,44 +194,6 @@ def test_the_byte_counters_equal_the_arithmetic() -> None:
         assert moved("push") == sum(u.numel * u.dtype.itemsize for u in units if u.trainable) + units[1].size_bytes
         assert recorder.timing(FETCH_SECONDS, transport="grpc").count == 6
         assert recorder.timing(PUSH_SECONDS, transport="grpc").count == 3
-
-
-class Meddler:
-    """Answers a method's first transfers as if their questions had been damaged, or breaks their connections there."""
-
-    def __init__(self, method: str, calls: int, *, damage: bool) -> None:
-        self.method, self.left, self.damage = method, calls, damage
-
-    async def see(self, method: str, answer: Any, request: bytes) -> Any:
-        if method != self.method or self.left == 0:
-            return await answer()
-        self.left -= 1
-        if self.damage:
-            return pb.TransferAnswer(failure=to_failure(TransferError("a message was damaged")))
-        raise StreamEndedError("the link went away")
-
-
-@pytest.mark.parametrize("damage", [True, False])
-@pytest.mark.parametrize("method", ["Push", "Fetch", "Load"])
-def test_a_call_that_breaks_or_is_damaged_is_made_again(method: str, damage: bool) -> None:
-    spec = make_spec(1, accumulation_steps=2)
-    grads = [random_grads(spec, 1), random_grads(spec, 2)]
-
-    def train(meddler: Meddler | None) -> tuple[Any, float]:
-        recorder = MemoryRecorder()
-        meddles = nullcontext() if meddler is None else seeing_transfers(meddler.see)
-        with meddles, serving() as servers, started(connected(servers, recorder=recorder), spec) as ranks:
-            ranks[0].fetch()
-            for each in grads:
-                ranks[0].push(each)
-            ranks[0].finish(0.5).result(WAIT)
-            return masters(ranks[0]), recorder.total(TRANSFER_RETRIES, direction=method.lower(), transport="grpc")
-
-    expected, none = train(None)
-    found, retries = train(Meddler(method, 2, damage=damage))
-    assert equal(found, expected)
-    assert none == 0
-    assert retries == 2 if damage and method != "Fetch" else retries >= 2  # a link that breaks may carry two calls
 
 
 def test_a_wrong_dtype_is_refused() -> None:

@@ -11,22 +11,24 @@ import torch
 from owner.owner import Gate
 
 from rayzero.errors import StoreError
+from rayzero.owner.service import ShardService
 from rayzero.store.inprocess import LocalConnection, LocalOwners
 from rayzero.store.rank.rank_store import RankStore
 from rayzero.telemetry.names import FETCH_SECONDS, PUSH_SECONDS, TRANSFER_BYTES
 from rayzero.telemetry.recorder import MemoryRecorder
-from store.toy import WAIT, make_spec, random_grads, start, take_step
+from store.stores import inprocess
+from store.toy import WAIT, Rank, make_spec, random_grads, start, started, take_step
+
+
+def service_of(rank: Rank) -> ShardService:
+    """Of the only owner."""
+    return rank.store.connection.owners.services[0]  # type: ignore[attr-defined, no-any-return]
 
 
 def test_a_fetch_that_is_being_filled_cannot_be_cancelled() -> None:
     spec = make_spec(1)
-    with ExitStack() as stack:
-        owners = LocalOwners(1)
-        stack.callback(owners.close)
-        store = RankStore(LocalConnection(0, owners))
-        stack.callback(store.close)
-        (rank,) = start([store], spec)
-        gate = Gate(owners.services[0], hold_at=(4, 1))  # shards 2..4 of the unit are there, 5..8 are not
+    with started(inprocess(1, 1), spec) as (rank,):
+        gate = Gate(service_of(rank), hold_at=(4, 1))  # shards 2..4 of the unit are there, 5..8 are not
         rank.push(random_grads(spec, 1))
         rank.finish()
         gate.wait()
@@ -40,14 +42,9 @@ def test_a_fetch_that_is_being_filled_cannot_be_cancelled() -> None:
 
 
 def test_a_fetch_that_fails_is_over_only_when_nobody_writes_its_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    with ExitStack() as stack:
-        owners = LocalOwners(1)
-        stack.callback(owners.close)
-        store = RankStore(LocalConnection(0, owners))
-        stack.callback(store.close)
-        (rank,) = start([store], make_spec(1))
+    with started(inprocess(1, 1), make_spec(1)) as (rank,):
         reads: dict[int, Future[torch.Tensor]] = defaultdict(Future)
-        monkeypatch.setattr(owners.services[0], "read", lambda shard, *_: reads[shard])
+        monkeypatch.setattr(service_of(rank), "read", lambda shard, *_: reads[shard])
         future, out = rank.fetch_unit(0)
         (broken, *others) = reads.values()
         broken.set_exception(StoreError("as planned"))
