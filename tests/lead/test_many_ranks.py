@@ -58,8 +58,7 @@ def grows(work: Callable[[int], int]) -> float:
 
 def work_of_lead(ranks: int) -> int:
     """Lines that a few means, finishes and commits of all ranks take: means overlap with the open step."""
-    spec = make_spec(ranks)
-    with lead_of(spec, num_owners=1) as (lead, _):
+    with lead_of(make_spec(ranks), num_owners=1) as (lead, _):
 
         def step() -> None:
             for number in range(1, MEANS + 1):
@@ -68,7 +67,7 @@ def work_of_lead(ranks: int) -> int:
             for rank in range(ranks):
                 lead.finish(report(rank), None)
             for rank in range(ranks):
-                lead.commit(rank, 0, inputs(spec))
+                lead.commit(rank, 0, inputs())
 
         ran = lines_of(step)
         assert lead.decision(0).result(WAIT).step == 0
@@ -141,7 +140,7 @@ def test_ranks_get_a_decision_and_owners_a_collect_that_was_packed_once(monkeypa
             for rank in range(5):
                 lead.finish(report(rank, step), None)
             for rank in range(5):
-                commit = pb.CommitRequest(rank=rank, step=step, inputs=translate.inputs_to_pb(inputs(spec)))
+                commit = pb.CommitRequest(rank=rank, step=step, inputs=translate.inputs_to_pb(inputs()))
                 answers.append(calls.begin("Commit", commit))
         assert [answer.result(WAIT).decision.step for answer in answers] == [0] * 5 + [1] * 5
         assert [decision.step for decision in packed] == [0, 1]
