@@ -80,16 +80,15 @@ def test_a_rank_costs_the_lead_no_more_among_many_ranks() -> None:
 
 def work_of_owner(ranks: int) -> int:
     """Lines that the pushes of all ranks take, each of which has already asked for memory for its next step."""
-    spec = make_spec(ranks)
-    with owner_of(spec) as owner:
-        grads = random_grads(spec, 1)
+    with owner_of(make_spec(ranks)) as owner:
+        grads = random_grads(owner.spec, 1)
 
         def push() -> None:
             for rank in range(ranks):
                 owner.push(rank, grads)
-                for unit in spec.layout.units:
+                for unit in owner.spec.layout.units:
                     header = owner.header(rank, unit.index, 1, grads)
-                    shard = spec.layout.shards_by_unit[unit.index][0].index
+                    shard = owner.spec.layout.shards_by_unit[unit.index][0].index
                     owner.service.reserve_when_free(header, shard)
 
         return lines_of(push)

@@ -138,11 +138,10 @@ def test_nothing_is_noted_while_nobody_follows() -> None:
 
 
 def test_who_follows_before_there_are_values_gets_changes_from_the_first_update_on() -> None:
-    spec = make_spec(1, dtypes=[BF16] * 3)
-    with owner_of(spec, load=False) as owner:
+    with owner_of(make_spec(1, dtypes=[BF16] * 3), load=False) as owner:
         owner.service.changes.follow()
         owner.drain()
-        for shard in spec.layout.shards:
+        for shard in owner.spec.layout.shards:
             owner.service.load(shard.index, torch.ones(shard.numel))
         step(owner, 0)
         copies = wholes(owner, 1)
@@ -153,15 +152,14 @@ def test_who_follows_before_there_are_values_gets_changes_from_the_first_update_
 
 def test_a_users_write_ends_what_is_known_of_its_shards() -> None:
     """Also for those who have the version that it changes; a write of a state changes nothing that is published."""
-    spec = make_spec(1, dtypes=[BF16] * 3)
-    with followed(spec) as owner:
+    with followed(make_spec(1, dtypes=[BF16] * 3)) as owner:
         step(owner, 0)
         copies = wholes(owner, 1)
         for number, kind in enumerate(("exp_avg", MASTER), 1):
-            for shard in spec.layout.shards_by_unit[1]:
+            for shard in owner.spec.layout.shards_by_unit[1]:
                 owner.service.stage(shard.index, 1, kind, torch.full((shard.numel,), 0.5))
             owner.service.write(number, Write(version=1, unit=1, kind=kind, digest=kind)).result(WAIT)
-            lost = [None if kind == MASTER and shard.unit == 1 else [] for shard in spec.layout.shards]
+            lost = [None if kind == MASTER and shard.unit == 1 else [] for shard in owner.spec.layout.shards]
             assert since(owner, copies) == lost
         copies = wholes(owner, 1)
         assert since(owner, copies) == [[]] * 11
@@ -171,8 +169,7 @@ def test_a_users_write_ends_what_is_known_of_its_shards() -> None:
 
 
 def test_values_that_are_not_those_of_their_version_are_taken_whole() -> None:
-    spec = make_spec(1, dtypes=[BF16] * 3)
-    with followed(spec) as owner:
+    with followed(make_spec(1, dtypes=[BF16] * 3)) as owner:
         copies = wholes(owner, 0)
         copies[3].checksum += 1
         step(owner, 0)
@@ -184,8 +181,7 @@ def test_values_that_are_not_those_of_their_version_are_taken_whole() -> None:
 
 
 def test_a_version_that_is_published_and_not_noted_yet_is_known_in_a_moment_shard_by_shard() -> None:
-    spec = make_spec(1, dtypes=[BF16] * 3)
-    with followed(spec) as owner:
+    with followed(make_spec(1, dtypes=[BF16] * 3)) as owner:
         copies, heard = wholes(owner, 0), list[int]()
         told: list[Any] = []
         log = owner.service.changes
@@ -228,11 +224,10 @@ def test_a_nan_that_another_has_rounded_is_compared_with_what_is_there() -> None
 
 
 def test_the_oldest_changes_go_first_and_no_more_is_kept_than_there_is_room_for() -> None:
-    spec = make_spec(1, dtypes=[BF16] * 3)
-    with owner_of(spec) as owner:
+    with owner_of(make_spec(1, dtypes=[BF16] * 3)) as owner:
         log = owner.service.changes
         published = sum(owned.params.nbytes for owned in owner.service._shards().values())
-        bitmaps = sum(-(-shard.numel // 8) for shard in spec.layout.shards)
+        bitmaps = sum(-(-shard.numel // 8) for shard in owner.spec.layout.shards)
         log.follow()
         owner.drain()
         versions = [wholes(owner, 0)]
@@ -273,11 +268,10 @@ def test_no_more_is_held_than_there_is_room_for_in_the_budget_bitmaps_too(room: 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
 @pytest.mark.parametrize("rule", ["native", "a torch class"])
 def test_the_plan_has_all_that_is_held_for_followers(rule: str, dtype: torch.dtype) -> None:
-    spec = make_spec(1, dtypes=[dtype] * 3, **RULES[rule])
-    with followed(spec) as owner:
+    with followed(make_spec(1, dtypes=[dtype] * 3, **RULES[rule])) as owner:
         for at in range(4):
             step(owner, at, 100.0)
-        held, shards = owner.service.changes.kept_bytes, spec.layout.shards
+        held, shards = owner.service.changes.kept_bytes, owner.spec.layout.shards
         published = sum(shard.numel for shard in shards) * dtype.itemsize
         planned = owner.plan.followers - SERVED_AT_ONCE * published  # this model is smaller than SERVED_BYTES
         bitmaps = sum(-(-shard.numel // 8) for shard in shards if dtype is BF16)
@@ -298,15 +292,14 @@ def test_bytes_and_shares_are_measured() -> None:
 
 def test_for_copies_the_newest_update_is_noted_while_one_asks() -> None:
     """Also one in which some parameters have no gradient."""
-    spec = make_spec(1, dtypes=[BF16] * 3, hyper=[{**HYPER, "lr": 2e-4}])
-    with owner_of(spec) as owner:
-        log, shards = owner.service.changes, range(len(spec.layout.shards))
+    with owner_of(make_spec(1, dtypes=[BF16] * 3, hyper=[{**HYPER, "lr": 2e-4}])) as owner:
+        log, shards = owner.service.changes, range(len(owner.spec.layout.shards))
         step(owner, 0)
         assert [log.newest(shard, 0, 1) for shard in shards] == [None] * 11, "the first question"
         step(owner, 1)
         copies = wholes(owner, 2)
         for at in range(2, 15):
-            grads = {k: v for k, v in random_grads(spec, at).items() if at % 2 or not k.endswith("b")}
+            grads = {k: v for k, v in random_grads(owner.spec, at).items() if at % 2 or not k.endswith("b")}
             owner.take_step([grads], at)
             owner.drain()
             values = owner.read_all(at + 1)
@@ -323,14 +316,13 @@ def test_for_copies_the_newest_update_is_noted_while_one_asks() -> None:
 
 
 def test_a_users_write_ends_what_a_copy_can_go_on_from() -> None:
-    spec = make_spec(1, dtypes=[BF16] * 3, hyper=[{**HYPER, "lr": 1e-5}])
-    with owner_of(spec) as owner:
+    with owner_of(make_spec(1, dtypes=[BF16] * 3, hyper=[{**HYPER, "lr": 1e-5}])) as owner:
         log, first = owner.service.changes, owner.spec.layout.shards_by_unit[1][0].index
         for at in range(3):
             step(owner, at)
             log.newest(first, at, at + 1)
         assert log.newest(first, 2, 3) is not None
-        for shard in spec.layout.shards_by_unit[1]:
+        for shard in owner.spec.layout.shards_by_unit[1]:
             owner.service.stage(shard.index, 3, MASTER, torch.full((shard.numel,), 0.5))
         owner.service.write(1, Write(version=3, unit=1, kind=MASTER, digest=MASTER)).result(WAIT)
         assert log.newest(first, 2, 3) is None

@@ -38,9 +38,8 @@ BF16 = torch.bfloat16
 
 def test_bytes_that_came_elsewhere_are_copied_when_no_repeat_can_have_the_memory(monkeypatch) -> None:
     """A caller that has given up may still be copying when its repeat comes."""
-    spec = make_spec(1, accumulation_steps=2)
-    with owner_of(spec) as owner:
-        grads = random_grads(spec, 1)
+    with owner_of(make_spec(1, accumulation_steps=2)) as owner:
+        grads = random_grads(owner.spec, 1)
         push, absorb = owner.header(0, 0, 0, grads), Landing.absorb
         repeats = []
 
@@ -58,11 +57,10 @@ def test_bytes_that_came_elsewhere_are_copied_when_no_repeat_can_have_the_memory
 
 
 def test_staging_is_as_much_as_two_largest_units_and_comes_back() -> None:
-    spec = make_spec(1, accumulation_steps=50, dtypes=[BF16] * 3)
-    with owner_of(spec) as owner:
-        grads = random_grads(spec, 1)
+    with owner_of(make_spec(1, accumulation_steps=50, dtypes=[BF16] * 3)) as owner:
+        grads = random_grads(owner.spec, 1)
         for seq in range(3):
-            headers = [(owner.header(0, s.unit, 0, grads, seq=seq), s.index) for s in spec.layout.shards]
+            headers = [(owner.header(0, s.unit, 0, grads, seq=seq), s.index) for s in owner.spec.layout.shards]
             reserved = [owner.service.reserve(push, shard) for push, shard in headers]  # 11 of 2 x 7 entries
             assert all(memory is not None for memory in reserved)
             for (push, shard), memory in zip(headers, reserved, strict=True):
@@ -75,9 +73,8 @@ def test_staging_is_as_much_as_two_largest_units_and_comes_back() -> None:
 
 
 def test_the_next_push_of_a_unit_waits_for_the_one_before() -> None:
-    spec = make_spec(1, accumulation_steps=2)
-    with owner_of(spec) as owner:
-        grads = random_grads(spec, 1)
+    with owner_of(make_spec(1, accumulation_steps=2)) as owner:
+        grads = random_grads(owner.spec, 1)
         second = owner.service.reserve_when_free(owner.header(0, 0, 0, grads, seq=1), 0)
         assert not second.done()
         owner.push_shard(owner.header(0, 0, 0, grads, seq=0), 0, grads)
@@ -85,9 +82,8 @@ def test_the_next_push_of_a_unit_waits_for_the_one_before() -> None:
 
 
 def test_a_push_that_cannot_be_is_refused() -> None:
-    spec = make_spec(1, frozen=[2])
-    with owner_of(spec) as owner:
-        grads = random_grads(spec, 1)
+    with owner_of(make_spec(1, frozen=[2])) as owner:
+        grads = random_grads(owner.spec, 1)
         with pytest.raises(StoreError, match=r"pushed unit 1 .* to shard 0 of 'emb'"):
             owner.service.reserve(owner.header(0, 1, 0, grads), 0)
         with pytest.raises(StoreError, match="which is frozen"):
@@ -126,9 +122,8 @@ def test_a_shards_gradient_memory_is_free_exactly_when_its_new_version_is_publis
 
 
 def test_a_push_for_a_step_that_is_not_open_here_yet_waits_for_its_decision() -> None:
-    spec = make_spec(1)
-    with owner_of(spec) as owner:
-        grads = random_grads(spec, 1)
+    with owner_of(make_spec(1)) as owner:
+        grads = random_grads(owner.spec, 1)
         early = owner.service.reserve_when_free(owner.header(0, 0, 1, grads), 0)
         owner.push(0, grads)
         owner.collect().result(WAIT)
@@ -163,10 +158,9 @@ def test_listeners_are_told_the_version_that_the_content_is_from() -> None:
 
 
 def test_reads_of_a_version_under_update_are_refused() -> None:
-    spec = make_spec(1)
-    with owner_of(spec) as owner:
+    with owner_of(make_spec(1)) as owner:
         gate = Gate(owner.service, hold_at=(0, 1))
-        owner.take_step([random_grads(spec, 1)])
+        owner.take_step([random_grads(owner.spec, 1)])
         gate.wait()
         with pytest.raises(StoreError, match="v0 is gone: shard 0 is at v1"):
             owner.read(0, 0)
@@ -251,10 +245,9 @@ def test_an_owner_without_shards_takes_a_later_decision_once_its_record_is_redon
 
 def test_no_decision_is_made_while_an_owner_lacks_an_earlier_one() -> None:
     """So two records are enough for any successor (``RECORDS``): norm parts come after the updates before them."""
-    spec = make_spec(1)
-    with owner_of(spec) as owner:
+    with owner_of(make_spec(1)) as owner:
         gate = Gate(owner.service, hold_at=(0, 1))
-        owner.take_step([random_grads(spec, 1)])
+        owner.take_step([random_grads(owner.spec, 1)])
         gate.wait()
         parts = owner.service.collect(1, owner.reports(1, pushes=0))
         with pytest.raises(TimeoutError):
@@ -278,14 +271,13 @@ def test_decisions_that_do_not_fit_are_refused() -> None:
 
 
 def test_a_collect_may_be_repeated_and_replaced() -> None:
-    spec = make_spec(1)
-    with owner_of(spec) as owner:
+    with owner_of(make_spec(1)) as owner:
         first = owner.collect()
         assert owner.collect() is first
         second = owner.service.collect(0, owner.reports(attempts=[1]))
         with pytest.raises(StepMismatchError, match="step 0 was reopened"):
             first.result(WAIT)
-        owner.push(0, random_grads(spec, 1), attempt=1)
+        owner.push(0, random_grads(owner.spec, 1), attempt=1)
         assert second.result(WAIT).parts
         with pytest.raises(StepMismatchError, match="is in step 0, but was asked to collect step 5"):
             owner.collect(5).result(WAIT)
@@ -318,12 +310,11 @@ def test_parts_are_computed_early_in_tasks_of_some_size(
     early: int, tasks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(contributions, "EARLY", early)  # elements
-    spec = make_spec(1)
-    with owner_of(spec) as owner:
+    with owner_of(make_spec(1)) as owner:
         submitted: list[Task] = []
         monkeypatch.setattr(Updater, "submit", lambda updater, task: submitted.append(task))
-        owner.push(0, random_grads(spec, 0))
-        sizes = [shard.numel for shard in spec.layout.shards]
+        owner.push(0, random_grads(owner.spec, 0))
+        sizes = [shard.numel for shard in owner.spec.layout.shards]
         assert (len(submitted), len(sizes)) == (tasks, 11), sizes
 
 
@@ -346,10 +337,9 @@ def saved(owner: Owner, entry: FileEntry, version: int) -> bool:
 
 
 def test_a_save_may_be_asked_for_before_its_version_is_decided(tmp_path: Path) -> None:
-    spec = make_spec(1, dtypes=[BF16] * 3)
-    with owner_of(spec) as owner:
+    with owner_of(make_spec(1, dtypes=[BF16] * 3)) as owner:
         entry = owner.service.write_checkpoint(1, tmp_path / "step-000001")
-        owner.take_step([random_grads(spec, 1)])
+        owner.take_step([random_grads(owner.spec, 1)])
         assert saved(owner, entry.result(WAIT), 1)
 
 
@@ -357,9 +347,8 @@ def test_a_save_may_be_asked_for_before_its_version_is_decided(tmp_path: Path) -
 
 
 def test_an_abort_fails_what_can_never_come_and_keeps_what_is_decided() -> None:
-    spec = make_spec(2)
-    with owner_of(spec) as owner:
-        grads = random_grads(spec, 1)
+    with owner_of(make_spec(2)) as owner:
+        grads = random_grads(owner.spec, 1)
         gate = Gate(owner.service, hold_at=(0, 1))
         owner.take_step([grads, grads])
         gate.wait()
@@ -376,10 +365,9 @@ def test_an_abort_fails_what_can_never_come_and_keeps_what_is_decided() -> None:
 
 
 def test_an_abort_fails_the_checkpoint_that_can_never_be_written_and_keeps_the_one_that_can(tmp_path: Path) -> None:
-    spec = make_spec(1)
-    with owner_of(spec) as owner:
+    with owner_of(make_spec(1)) as owner:
         gate = Gate(owner.service, hold_at=(0, 1))
-        owner.take_step([random_grads(spec, 1)])
+        owner.take_step([random_grads(owner.spec, 1)])
         gate.wait()  # v1 is decided and not published whole
         decided = owner.service.write_checkpoint(1, tmp_path / "step-000001")
         never = owner.service.write_checkpoint(2, tmp_path / "step-000002")
@@ -431,10 +419,9 @@ def test_an_owner_that_failed_before_anybody_attached_takes_no_step_and_still_gi
 
 def test_another_write_with_the_number_of_the_last_one_is_made() -> None:
     """The successor of a lead counts anew if no rank is left that had told it of a version's writes."""
-    spec = make_spec(1)
-    with owner_of(spec) as owner:
+    with owner_of(make_spec(1)) as owner:
         for value in (2.0, 3.0):
-            for shard in spec.layout.shards_by_unit[0]:
+            for shard in owner.spec.layout.shards_by_unit[0]:
                 owner.service.stage(shard.index, 0, MASTER, torch.full((shard.numel,), value))
             write = Write(version=0, unit=0, kind=MASTER, digest=str(value))
             owner.service.write(1, write).result(WAIT)
@@ -443,9 +430,8 @@ def test_another_write_with_the_number_of_the_last_one_is_made() -> None:
 
 
 def test_only_the_first_initial_values_of_a_shard_count() -> None:
-    spec = make_spec(1)
-    with owner_of(spec, load=False) as owner:
-        numel = spec.layout.shards[0].numel
+    with owner_of(make_spec(1), load=False) as owner:
+        numel = owner.spec.layout.shards[0].numel
         owner.service.load(0, torch.full((numel,), 2.0))
         owner.service.load(0, torch.full((numel,), 3.0))
         assert owner.read(0, 0, MASTER)[0] == 2.0
@@ -465,9 +451,8 @@ class Exploding(torch.optim.SGD):
 
 
 def test_an_update_that_fails_fails_every_wait_with_its_cause() -> None:
-    spec = make_spec(1, optimizer=f"{__name__}:Exploding", hyper=[{"lr": 0.1}])
-    with owner_of(spec) as owner:
-        grads = random_grads(spec, 1)
+    with owner_of(make_spec(1, optimizer=f"{__name__}:Exploding", hyper=[{"lr": 0.1}])) as owner:
+        grads = random_grads(owner.spec, 1)
         grads["layers.0.w"][0, 0] = 12345.0
         waiting = owner.service.read(10, 1, "compute")
         owner.take_step([grads])

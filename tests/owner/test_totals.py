@@ -65,11 +65,10 @@ def test_norm_parts_are_those_of_the_ranks_gradients_and_a_clamp_squares_the_tot
 
 
 def test_a_second_push_that_was_not_planned_is_refused() -> None:
-    spec = make_spec(2)
-    with owner_of(spec) as owner:
-        owner.push(0, of_ranks(spec)[0])
+    with owner_of(make_spec(2)) as owner:
+        owner.push(0, of_ranks(owner.spec)[0])
         with pytest.raises(AccumulationError, match=r"gradient memory \(that of several ranks\) holds one push"):
-            owner.push(0, of_ranks(spec)[0], seq=1)
+            owner.push(0, of_ranks(owner.spec)[0], seq=1)
 
 
 def test_what_one_rank_alone_discards_after_it_was_added_up_ends_the_step_by_name() -> None:
@@ -177,18 +176,17 @@ def test_only_the_last_round_that_is_planned_is_squared_or_the_total_where_ranks
     pushes: int, squared: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the same bits. A push more than planned is that of step()."""
-    spec = make_spec(2, accumulation_steps=3)
-    with owner_of(spec) as owner:
+    with owner_of(make_spec(2, accumulation_steps=3)) as owner:
         watched = Watched(owner.service._attached().contributions.sums._squares)
         monkeypatch.setattr(owner.service._attached().contributions.sums, "_squares", watched)
         for seq in range(pushes):
             for rank in range(2):
-                owner.push(rank, random_grads(spec, 10 * seq + rank), seq=seq)
+                owner.push(rank, random_grads(owner.spec, 10 * seq + rank), seq=seq)
             owner.drain()
             assert bool(watched.of) is (seq >= 2)
         found = {part[:2]: part[2] for part in owner.collect(pushes=pushes).result(WAIT).parts}
         owner.drain()
-        trained = [shard for shard in spec.layout.shards if spec.layout.units[shard.unit].trainable]
+        trained = [shard for shard in owner.spec.layout.shards if owner.spec.layout.units[shard.unit].trainable]
         assert watched.of == [squared] * len(trained) * max(1, pushes - 2)
         squares = choose_squares(owner.service.kernel)
         for shard in trained:
@@ -217,12 +215,11 @@ def test_ranks_that_push_less_than_others_are_resolved_by_their_finishes() -> No
 
 def test_one_push_more_than_backwards_were_planned_is_taken_and_no_other() -> None:
     """step() itself may find gradients that were set by hand."""
-    spec = make_spec(2, accumulation_steps=2)
-    with owner_of(spec) as owner:
+    with owner_of(make_spec(2, accumulation_steps=2)) as owner:
         for seq in range(3):
-            owner.push(0, of_ranks(spec)[0], seq=seq)
+            owner.push(0, of_ranks(owner.spec)[0], seq=seq)
         with pytest.raises(AccumulationError, match=r"4 times in step 0, but 2 backwards a step were planned"):
-            owner.push(0, of_ranks(spec)[0], seq=3)
+            owner.push(0, of_ranks(owner.spec)[0], seq=3)
 
 
 @pytest.mark.parametrize("number", [1, 2])

@@ -92,12 +92,11 @@ def random_schedule(spec: ModelSpec, steps: int = 3) -> list[list[Grads]]:
 
 
 def test_a_step_reads_version_n_and_publishes_n_plus_1(make_stores: StoreFactory) -> None:
-    spec = make_spec(1)
-    with started(make_stores(1, 2), spec) as (rank,):
-        assert equal(rank.fetch(0), initial_values(spec))
-        norm = take_step([rank], [random_grads(spec, 1)])
+    with started(make_stores(1, 2), make_spec(1)) as (rank,):
+        assert equal(rank.fetch(0), initial_values(rank.spec))
+        norm = take_step([rank], [random_grads(rank.spec, 1)])
         assert norm.step == 0
-        assert not equal(rank.fetch(1), initial_values(spec))
+        assert not equal(rank.fetch(1), initial_values(rank.spec))
         assert equal(rank.fetch(1), masters(rank, 1))
 
 
@@ -117,10 +116,9 @@ def test_a_shard_of_several_chunks_arrives_whole(make_stores: StoreFactory) -> N
 
 
 def test_frozen_units_are_published_and_never_updated(make_stores: StoreFactory) -> None:
-    spec = make_spec(1, frozen=[1], dtypes=[torch.float32, BF16, BF16])
-    with started(make_stores(1, 2), spec) as (rank,):
+    with started(make_stores(1, 2), make_spec(1, frozen=[1], dtypes=[torch.float32, BF16, BF16])) as (rank,):
         before = rank.fetch(0)
-        take_step([rank], [random_grads(spec, 1)])
+        take_step([rank], [random_grads(rank.spec, 1)])
         after = rank.fetch(1)
         for unit, (_, params) in enumerate(UNITS):
             for name, shape in params:
@@ -142,18 +140,16 @@ def test_a_unit_without_elements_is_pushed_like_any_other(make_stores: StoreFact
 
 
 def test_bf16_units_publish_their_fp32_master_rounded(make_stores: StoreFactory) -> None:
-    spec = make_spec(2, dtypes=[BF16, BF16, torch.float32])
-    with started(make_stores(2, 2), spec) as ranks:
-        take_step(ranks, [random_grads(spec, 1), random_grads(spec, 2)])
+    with started(make_stores(2, 2), make_spec(2, dtypes=[BF16, BF16, torch.float32])) as ranks:
+        take_step(ranks, [random_grads(ranks[0].spec, 1), random_grads(ranks[0].spec, 2)])
         master, compute = masters(ranks[0]), ranks[1].fetch()
         assert any(not torch.equal(value, value.bfloat16().float()) for value in master.values())
         assert equal({name: value.to(compute[name].dtype) for name, value in master.items()}, compute)
 
 
 def test_moments_can_be_fetched_by_name(make_stores: StoreFactory) -> None:
-    spec = make_spec(1)
-    with started(make_stores(1, 2), spec) as (rank,):
-        grads = random_grads(spec, 1)
+    with started(make_stores(1, 2), make_spec(1)) as (rank,):
+        grads = random_grads(rank.spec, 1)
         take_step([rank], [grads])
         assert all(torch.allclose(v, 0.1 * grads[n]) for n, v in rank.fetch(1, "exp_avg").items())
         with pytest.raises(
@@ -185,10 +181,9 @@ def test_a_rank_that_skips_units_and_waits_blocks_nobody(make_stores: StoreFacto
 
 @pytest.mark.promise("hidden", "transports")
 def test_a_rank_pushes_everything_while_the_others_have_not_begun(make_stores: StoreFactory) -> None:
-    spec = make_spec(3, accumulation_steps=3)
-    with started(make_stores(3, 2), spec) as ranks:
+    with started(make_stores(3, 2), make_spec(3, accumulation_steps=3)) as ranks:
         for seed in range(3):
-            ranks[2].push(random_grads(spec, seed))  # waits for each
+            ranks[2].push(random_grads(ranks[0].spec, seed))  # waits for each
 
 
 # ---- rule 2: rounds of pushes, each one sum across ranks in fixed groups
@@ -286,9 +281,8 @@ def test_sums_across_ranks_run_in_groups_of_8(make_stores: StoreFactory, steps: 
 
 @pytest.mark.promise("refused", "transports")
 def test_an_unplanned_second_backward_of_a_16_bit_unit_names_the_setting(make_stores: StoreFactory) -> None:
-    spec = make_spec(1, dtypes=[BF16, torch.float32, torch.float32])
-    with started(make_stores(1, 1), spec) as (rank,):
-        first, second = random_grads(spec, 1), random_grads(spec, 2)
+    with started(make_stores(1, 1), make_spec(1, dtypes=[BF16, torch.float32, torch.float32])) as (rank,):
+        first, second = random_grads(rank.spec, 1), random_grads(rank.spec, 2)
         rank.push(first)
         rank.push(second, [1, 2])  # fp32 memory adds in place
         with pytest.raises(AccumulationError, match=r"rank 0 pushed 'emb' 2 times.*gradient_accumulation_steps"):
@@ -299,9 +293,8 @@ def test_an_unplanned_second_backward_of_a_16_bit_unit_names_the_setting(make_st
 
 
 def test_a_finish_that_overtakes_its_pushes_waits_for_them(make_stores: StoreFactory) -> None:
-    spec = make_spec(1)
-    with started(make_stores(1, 2), spec) as (rank,):
-        grads = random_grads(spec, 1)
+    with started(make_stores(1, 2), make_spec(1)) as (rank,):
+        grads = random_grads(rank.spec, 1)
         rank.push(grads, [2])
         early = replace(rank.report(), counts=(1, 1, 1))
         norm = rank.store.finish(early, None)
@@ -352,10 +345,9 @@ def test_late_duplicates_change_nothing(make_stores: StoreFactory) -> None:
 
 
 def test_a_rank_that_pushed_more_than_it_counted_is_named(make_stores: StoreFactory) -> None:
-    spec = make_spec(1, accumulation_steps=2)
-    with started(make_stores(1, 2), spec) as (rank,):
-        rank.push(random_grads(spec, 1))
-        rank.push(random_grads(spec, 2))
+    with started(make_stores(1, 2), make_spec(1, accumulation_steps=2)) as (rank,):
+        rank.push(random_grads(rank.spec, 1))
+        rank.push(random_grads(rank.spec, 2))
         norm = rank.store.finish(replace(rank.report(), counts=(1, 1, 1)), None)
         with pytest.raises(StepMismatchError, match=r"rank 0 finished step 0 with 1 pushes of '.*', but 2 arrived"):
             norm.result(WAIT)
@@ -519,10 +511,9 @@ def test_ranks_that_disagree_are_named_to_both(make_stores: StoreFactory, what: 
 
 
 def test_a_rank_that_leaves_fails_the_others_at_once_by_name(make_stores: StoreFactory) -> None:
-    spec = make_spec(3)
-    with started(make_stores(3, 2), spec) as ranks:
-        take_step(ranks, [random_grads(spec, 1)] * 3)
-        ranks[0].push(random_grads(spec, 2))
+    with started(make_stores(3, 2), make_spec(3)) as ranks:
+        take_step(ranks, [random_grads(ranks[0].spec, 1)] * 3)
+        ranks[0].push(random_grads(ranks[0].spec, 2))
         norm = ranks[0].finish()
         next_version, published = ranks[0].fetch_unit(0)[0], ranks[0].store.published(1, 2)
         ranks[2].store.close("its data ended")
@@ -547,10 +538,9 @@ def test_a_step_is_decided_although_a_rank_left_after_its_finish(make_stores: St
 
 
 def test_anyone_may_ask_for_a_decision_before_and_after_it_is_made(make_stores: StoreFactory) -> None:
-    spec = make_spec(2)
-    with started(make_stores(2, 2), spec) as ranks:
+    with started(make_stores(2, 2), make_spec(2)) as ranks:
         early = ranks[1].store.decision(0)
-        take_step(ranks, [random_grads(spec, 1), random_grads(spec, 2)], 0.25)
+        take_step(ranks, [random_grads(ranks[0].spec, 1), random_grads(ranks[0].spec, 2)], 0.25)
         decision = early.result(WAIT)
         assert decision == ranks[0].store.decision(0).result(WAIT)
         assert (decision.step, decision.action, decision.attempts) == (0, Action.APPLY, (0, 0))
@@ -655,9 +645,8 @@ def test_a_parameter_without_any_gradient_stands_still(make_stores: StoreFactory
 
 
 def test_a_version_that_is_overwritten_cannot_be_read(make_stores: StoreFactory) -> None:
-    spec = make_spec(1)
-    with started(make_stores(1, 2), spec) as (rank,):
-        take_step([rank], [random_grads(spec, 1)])
+    with started(make_stores(1, 2), make_spec(1)) as (rank,):
+        take_step([rank], [random_grads(rank.spec, 1)])
         rank.fetch(1)
         with pytest.raises(StoreError, match="'emb' v0 is gone: shard"):
             rank.fetch_unit(0, 0)[0].result(WAIT)

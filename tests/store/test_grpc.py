@@ -232,12 +232,11 @@ def test_many_waiting_ranks_do_not_block_a_push() -> None:
 
 
 def test_a_wait_outlasts_many_polls() -> None:
-    spec = make_spec(2)
-    with serving(poll_s=0.01) as servers, started(connected(servers, 2), spec) as ranks:
+    with serving(poll_s=0.01) as servers, started(connected(servers, 2), make_spec(2)) as ranks:
         norm = ranks[0].finish()
         decision = ranks[0].store.decision(0)
         ranks[1].fetch()
-        ranks[1].push(random_grads(spec, 1))
+        ranks[1].push(random_grads(ranks[0].spec, 1))
         assert not norm.done()
         ranks[1].finish().result(WAIT)
         assert norm.result(WAIT).total == decision.result(WAIT).norm

@@ -48,13 +48,12 @@ MIB = 1 << 20
 @contextmanager
 def training_goes_on(shown: Identity | None, most_bytes: int) -> Iterator[OwnerServer]:
     """A rank takes a step before the block and after it; the process grows by less than ``most_bytes`` meanwhile."""
-    spec = make_spec(1)
-    with serving(tls=shown) as (server,), started(connected([server], tls=shown), spec) as ranks:
-        take_step(ranks, [random_grads(spec, 1)], 0.5)
+    with serving(tls=shown) as (server,), started(connected([server], tls=shown), make_spec(1)) as ranks:
+        take_step(ranks, [random_grads(ranks[0].spec, 1)], 0.5)
         before = psutil.Process().memory_info().rss
         yield server
         assert psutil.Process().memory_info().rss - before < most_bytes
-        take_step(ranks, [random_grads(spec, 2)], 0.5)
+        take_step(ranks, [random_grads(ranks[0].spec, 2)], 0.5)
         assert masters(ranks[0])
 
 

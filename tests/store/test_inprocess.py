@@ -26,10 +26,9 @@ def service_of(rank: Rank) -> ShardService:
 
 
 def test_a_fetch_that_is_being_filled_cannot_be_cancelled() -> None:
-    spec = make_spec(1)
-    with started(inprocess(1, 1), spec) as (rank,):
+    with started(inprocess(1, 1), make_spec(1)) as (rank,):
         gate = Gate(service_of(rank), hold_at=(4, 1))  # shards 2..4 of the unit are there, 5..8 are not
-        rank.push(random_grads(spec, 1))
+        rank.push(random_grads(rank.spec, 1))
         rank.finish()
         gate.wait()
         future, out = rank.fetch_unit(1, 1)

@@ -274,20 +274,18 @@ def over(made: Callable[[str], Proxy]) -> Iterator[list[Proxy]]:
 
 def trained(servers: Sequence[OwnerServer], shown: Identity | None = None, **options: Any) -> dict[str, torch.Tensor]:
     """What a rank has after three steps."""
-    spec = make_spec(1)
-    with started(connected(servers, tls=shown, **options), spec) as ranks:
+    with started(connected(servers, tls=shown, **options), make_spec(1)) as ranks:
         for step in range(3):
-            take_step(ranks, [random_grads(spec, step)], 0.5)
+            take_step(ranks, [random_grads(ranks[0].spec, step)], 0.5)
             assert ranks[0].fetch()
         return masters(ranks[0])
 
 
 def expected() -> dict[str, torch.Tensor]:
     """What ``trained`` returns where no bytes travel."""
-    spec = make_spec(1)
-    with started(inprocess(1, 2), spec) as ranks:
+    with started(inprocess(1, 2), make_spec(1)) as ranks:
         for step in range(3):
-            take_step(ranks, [random_grads(spec, step)], 0.5)
+            take_step(ranks, [random_grads(ranks[0].spec, step)], 0.5)
         return masters(ranks[0])
 
 
@@ -340,9 +338,8 @@ def test_damage_that_does_not_end_is_an_error_that_names_the_shard(verb: str) ->
 
 def test_an_upload_that_cannot_go_on_ends_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which waits for memory that the owner would keep for it."""
-    spec = make_spec(1)
     monkeypatch.setattr(wire_transfers, "bulk_deadline_s", lambda size: 100 * WAIT)
-    with serving() as (server,), started(connected([server]), spec) as (rank,):
+    with serving() as (server,), started(connected([server]), make_spec(1)) as (rank,):
 
         def contents(part: Sending) -> Iterator[Any]:
             yield from ()
@@ -352,7 +349,7 @@ def test_an_upload_that_cannot_go_on_ends_its_call(monkeypatch: pytest.MonkeyPat
         model = server._models.made[0].model
         monkeypatch.setattr(model.service, "reserve_when_free", lambda *_: Future[Any]())
         with pytest.raises(MemoryError):
-            rank.push_unit(0, random_grads(spec, 1)).result(WAIT)
+            rank.push_unit(0, random_grads(rank.spec, 1)).result(WAIT)
         until(lambda: sum(map(len, model.calls._tasks.values())) == 1)  # the rank's notices
 
 

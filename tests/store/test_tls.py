@@ -65,11 +65,10 @@ def refusal(
 @contextmanager
 def one_step_goes_on(servers: list[OwnerServer]) -> Iterator[None]:
     """Before the block and after it, a rank that is let in takes a step."""
-    spec = make_spec(1)
-    with started(connected(servers, tls=of_rank(0)), spec) as ranks:
-        take_step(ranks, [random_grads(spec, 1)], 0.5)
+    with started(connected(servers, tls=of_rank(0)), make_spec(1)) as ranks:
+        take_step(ranks, [random_grads(ranks[0].spec, 1)], 0.5)
         yield
-        take_step(ranks, [random_grads(spec, 2)], 0.5)
+        take_step(ranks, [random_grads(ranks[0].spec, 2)], 0.5)
         assert masters(ranks[0])
 
 

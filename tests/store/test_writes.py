@@ -79,9 +79,8 @@ def test_after_a_stalled_write_the_callers_memory_is_its_own(make_stores: StoreF
 
 
 def test_a_bf16_master_keeps_its_precision_where_nothing_was_written(make_stores: StoreFactory) -> None:
-    spec = make_spec(2, dtypes=[BF16, BF16, torch.float32])
-    with started(make_stores(2, 2), spec) as ranks:
-        take_step(ranks, [random_grads(spec, rank) for rank in range(2)])
+    with started(make_stores(2, 2), make_spec(2, dtypes=[BF16, BF16, torch.float32])) as ranks:
+        take_step(ranks, [random_grads(ranks[0].spec, rank) for rank in range(2)])
         before, values = values_of(ranks[0], 0, MASTER), values_of(ranks[0], 0, COMPUTE)
         assert not torch.equal(before, before.bfloat16().float())
         values[7:130] = 0.3
@@ -145,9 +144,8 @@ def test_a_write_between_the_norm_and_the_commit_comes_before_the_update(make_st
 
 
 def test_a_rank_that_is_a_step_ahead_waits_with_its_write(make_stores: StoreFactory) -> None:
-    spec = make_spec(2)
-    with started(make_stores(2, 2), spec) as ranks:
-        values = torch.full((spec.layout.units[0].numel,), 0.5)
+    with started(make_stores(2, 2), make_spec(2)) as ranks:
+        values = torch.full((ranks[0].spec.layout.units[0].numel,), 0.5)
         norm = ranks[0].finish()
         early = ranks[0].store.write(0, 1, COMPUTE, values)
         assert not early.done()
@@ -176,10 +174,9 @@ def both_fail(futures: Sequence[Future[object]], error: type[Exception], match: 
 def test_different_writes_are_an_error_for_all_that_names_both(
     make_stores: StoreFactory, units: tuple[int, ...], values: tuple[float, ...], said: str
 ) -> None:
-    spec = make_spec(2)
-    with started(make_stores(2, 2), spec) as ranks:
+    with started(make_stores(2, 2), make_spec(2)) as ranks:
         asked = [
-            rank.store.write(unit, 0, COMPUTE, torch.full((spec.layout.units[unit].numel,), value))
+            rank.store.write(unit, 0, COMPUTE, torch.full((ranks[0].spec.layout.units[unit].numel,), value))
             for rank, unit, value in zip(ranks, units, values, strict=True)
         ]
         both_fail(asked, StepMismatchError, said)
