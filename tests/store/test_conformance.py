@@ -816,11 +816,14 @@ def test_a_cancelled_fetch_never_writes_its_buffer(make_stores: StoreFactory, ca
     assert [record for record in caplog.records if record.name == "concurrent.futures"] == []
 
 
-def test_a_buffer_of_the_wrong_size_is_refused(make_stores: StoreFactory) -> None:
-    with make_stores(1, 1) as stores:
-        start(stores, make_spec(1))
-        with pytest.raises(StoreError, match=r"emb.*960 elements"):
-            stores[0].fetch(0, 0, COMPUTE, torch.zeros(5)).result(WAIT)
+def test_a_buffer_of_the_wrong_size_or_dtype_is_refused(make_stores: StoreFactory) -> None:
+    with started(make_stores(1, 1), make_spec(1)) as (rank,):
+        for buffer, said in (
+            (torch.zeros(5), r"emb.*960 elements"),
+            (torch.zeros(960, dtype=BF16), "fetch of 'emb' takes float32, got bfloat16"),
+        ):
+            with pytest.raises(StoreError, match=said):
+                rank.store.fetch(0, 0, COMPUTE, buffer).result(WAIT)
 
 
 def test_close_is_idempotent_and_ends_the_store(make_stores: StoreFactory) -> None:

@@ -157,10 +157,6 @@ def channel(stack: ExitStack, owner: FarOwner, door: CallsInMemory, slab_dir: Pa
     return stack.enter_context(closing(pipe_to(slab_dir, owner.address)))
 
 
-def notices_of(channel: LineChannel) -> Iterator[pb.NoticesResponse]:
-    return channel.notices()
-
-
 # ---- calls and notices
 
 
@@ -185,7 +181,7 @@ def test_notices_come_but_for_what_ranks_see_in_their_copy(stack: ExitStack, own
     stack.enter_context(lobby(slab_dir, None))
     channel = stack.enter_context(closing(pipe_to(slab_dir, owner.address)))
     heard = pb.NoticesResponse()
-    for notice in notices_of(channel):
+    for notice in channel.notices():
         heard.MergeFrom(notice)
         if heard.HasField("abort") and heard.HasField("process"):
             break
@@ -203,7 +199,7 @@ def test_errors_keep_class_and_text(channel: LineChannel, owner: FarOwner, text:
     assert str(raised.value) == text
     owner.gone.append(StepMismatchError(text))
     with pytest.raises(StepMismatchError) as raised:
-        list(notices_of(channel))
+        list(channel.notices())
     assert str(raised.value) == text
 
 
@@ -273,10 +269,10 @@ def test_lines_break_with_the_owner_and_new_ones_reach_its_successor(
         with pytest.raises(BrokenLinkError):
             channel.answer(call)
         with pytest.raises(BrokenLinkError):
-            list(notices_of(channel))
+            list(channel.notices())
     late = stack.enter_context(closing(pipe_to(slab_dir, owner.address)))
     with pytest.raises(BrokenLinkError, match=r"rank 5, optimizer 1: .*refused"):
-        list(notices_of(late))
+        list(late.notices())
     successor = FarOwner(stack)
     successor.answers["Describe"] = described
     again = stack.enter_context(closing(pipe_to(slab_dir, successor.address)))
@@ -326,7 +322,7 @@ def test_a_damaged_answer_breaks_the_line(
     channel: LineChannel, owner: FarOwner, door: CallsInMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner.answers["Describe"] = described
-    assert next(notices_of(channel)).process.pid == 17
+    assert next(channel.notices()).process.pid == 17
     (far,) = open_to(owner.address)
 
     async def damaged(*_: Any, **__: Any) -> None:
@@ -352,7 +348,7 @@ def test_a_server_of_another_run_is_a_broken_link_to_who_has_met_the_owner(
     stack.callback(lambda: shared_loop().run(server.stop(None), WAIT))
     channel = stack.enter_context(closing(pipe_to(slab_dir, address, met=met)))
     with pytest.raises(error) as raised:
-        list(notices_of(channel))
+        list(channel.notices())
     assert isinstance(raised.value, BrokenLinkError) == met
 
 

@@ -21,7 +21,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayzero.errors import RayZeroError, StallError, StoreError, TransferError
+from rayzero.errors import RayZeroError, StoreError, TransferError
 from rayzero.security.authority import Authority
 from rayzero.security.credentials import OWNER, Identity
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
@@ -464,20 +464,6 @@ def test_a_host_is_reached_at_the_address_that_answers() -> None:
 
     with serving() as servers, patch.object(socket, "getaddrinfo", resolve):
         assert equal(trained(servers), expected())
-
-
-@pytest.mark.parametrize("verb", ["push", "fetch"])
-def test_a_transfer_that_stands_still_stalls_by_name(verb: str) -> None:
-    with (
-        serving() as servers,
-        over(Proxy) as proxies,
-        started(connected(servers, stall_timeout=1.0), make_spec(1)) as ranks,
-    ):
-        assert ranks[0].fetch()
-        proxies[0].freeze()
-        with pytest.raises(StallError, match="optimizer 0"):
-            ranks[0].push(random_grads(ranks[0].spec, 1)) if verb == "push" else ranks[0].fetch()
-        proxies[0]._open.set()
 
 
 def test_a_server_that_stops_leaves_no_connection_and_no_port() -> None:
