@@ -256,6 +256,11 @@ def deaths_of(faults: Iterable[Fault]) -> Counter[str]:
     return Counter(fault.member for fault in faults if fault.act in ("kill", "stop"))
 
 
+def missed(faults: Faults) -> list[Fault]:
+    """Those that have not struck."""
+    return [fault for index, fault in enumerate(faults.faults) if faults.struck(index) is None]
+
+
 class Disturbed:
     """A run of ranks and owners that are processes, with faults."""
 
@@ -309,7 +314,7 @@ class Disturbed:
     @property
     def all_struck(self) -> bool:
         """Whether every fault has found its moment. Some need a rank to be faster than another one."""
-        return all(self.faults.struck(index) is not None for index in range(len(self.faults.faults)))
+        return not missed(self.faults)
 
     def changes_no_bit(self, expected: Any, log: pytest.LogCaptureFixture) -> None:
         """It ends with the bits of a run that nothing happens to, and as ``check`` has it."""

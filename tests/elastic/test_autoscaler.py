@@ -50,13 +50,6 @@ def test_it_grows_to_what_hides_the_update_and_stays() -> None:
     assert reasons[0] == "ranks wait 43% of a step for updates, above the target of 5%"
 
 
-def test_it_grows_no_further_than_it_may() -> None:
-    numbers, _ = looks(
-        hosts(work_s=10.0, hides_s=0.25, rest_s=1.0), 2, 60, Bounds(fewest=1, most=5, target_exposed=0.05)
-    )
-    assert numbers[-1] == max(numbers) == 5
-
-
 def test_owners_that_share_a_memory_are_taken_back_and_not_tried_again() -> None:
     def one_host(owners: int) -> StepWindow:
         return StepWindow(step_s=1.5, exposed_s=0.5, busy_s=0.75)

@@ -375,17 +375,6 @@ def test_an_owner_on_another_host_dies_and_what_ranks_had_pushed_to_it_comes_aga
 
 
 @pytest.mark.thorough
-def test_calls_that_are_lost_are_repeated_over_tls(
-    expected_of: Callable[[str, str, int], Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    cells = row(
-        {name: WIRE[name] for name in ("finish-drop", "collect-drop", "apply-duplicate", "answer-to-save-drop")}
-    )
-    expected = expected_of("adamw", "fp32", len(cells))
-    Disturbed(tmp_path, cells=cells, transport="grpc", tls=True).changes_no_bit(expected, caplog)
-
-
-@pytest.mark.thorough
 def test_what_dead_ranks_had_pushed_takes_no_memory_once_it_is_applied(tmp_path: Path, expected: Any) -> None:
     """Each death would otherwise cost the host the size of all gradients until the run ends."""
     faults = Faults(tmp_path, tuple(killed("rank 1", "rank.pushed", 4, life) for life in range(3)))

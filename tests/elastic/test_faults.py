@@ -37,26 +37,6 @@ def test_a_point_is_a_function_of_the_package(point: str) -> None:
     assert callable(getattr(holder, name))
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ({"member": "owner 1"}, "member is 'owner 1'; it must be like 'rank 1' or 'optimizer 0'"),
-        ({"point": "owner.sleep"}, "point is 'owner.sleep'; it must be one of owner.start, "),
-        ({"member": "rank 1"}, "a fault of rank 1 is at 'owner.collect', where no rank comes"),
-        ({"act": "burn"}, "act at 'owner.collect' is 'burn'; it must be one of delay, duplicate, kill, raise, stop"),
-        ({"point": "owner.norm", "act": "drop"}, "act at 'owner.norm' is 'drop'; it must be one of delay, kill, raise"),
-        ({"point": "owner.adam", "act": "stop"}, "act at 'owner.adam' is 'stop'; it must be one of kill"),
-        ({"nth": 0}, "nth 0, life None and seconds 0.3; nth counts from 1"),
-        ({"method": "Finish"}, "a fault at 'owner.collect' has method 'Finish'; only calls have one"),
-    ],
-)
-def test_what_does_not_exist_is_refused_in_one_line(wrong: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        Fault(**({"member": "optimizer 1", "point": "owner.collect"} | wrong))
-    assert said in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
 def test_a_run_refuses_faults_of_members_that_are_no_processes_of_it(tmp_path: Path) -> None:
     faults = Faults(tmp_path, (COLLECT,))
     with pytest.raises(ConfigError, match="faults strike processes; pass processes=True"):
@@ -83,37 +63,6 @@ def test_a_fault_strikes_the_nth_time_and_never_again_in_any_life(collect: list[
     faults.arm(OWNER, 1)
     assert [ask(what) for what in ("third", "fourth", "fifth")] == ["third", "fourth", "fifth"]
     assert collect == ["first", "third", "fourth", "fifth"]
-
-
-def test_two_lives_that_come_there_at_once_are_struck_once(collect: list[str], tmp_path: Path) -> None:
-    faults = Faults(tmp_path, (Fault("optimizer 1", "owner.collect", "raise"),))
-    faults.arm(OWNER, 0)
-    faults.arm(OWNER, 1)  # wraps again
-    with pytest.raises(FaultError):
-        ask("first")
-    assert ask("second") == "second"
-
-
-def test_only_the_member_and_the_life_that_were_asked_for_are_wrapped(collect: list[str], tmp_path: Path) -> None:
-    plain = ShardService.collect
-    faults = Faults(tmp_path, (Fault("optimizer 1", "owner.collect", life=1),))
-    faults.arm(MemberId(MemberKind.OWNER, 0), 1)
-    faults.arm(MemberId(MemberKind.RANK, 1), 1)
-    faults.arm(OWNER, 0)
-    assert ShardService.collect is plain
-    faults.arm(OWNER, 1)
-    assert ShardService.collect is not plain
-
-
-def test_a_fault_may_wait_until_it_is_asked_for(collect: list[str], tmp_path: Path) -> None:
-    faults = Faults(tmp_path, (COLLECT,), waits=True)
-    faults.arm(OWNER, 0)
-    for what in ("first", "second", "third"):
-        ask(what)
-    faults.ask(0)
-    ask("fourth")
-    with pytest.raises(FaultError):
-        ask("fifth")
 
 
 def test_a_call_may_be_made_twice_or_late(collect: list[str], tmp_path: Path) -> None:

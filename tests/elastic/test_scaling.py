@@ -35,7 +35,7 @@ from tests.support import needs
 from tests.support.faults import Fault, Faults
 from tests.support.waiting import until
 
-from .disturbed import another_host, differences
+from .disturbed import another_host, differences, missed
 from .test_scaling_cases import wait_for_epoch
 
 pytestmark = needs.shared_memory
@@ -293,7 +293,7 @@ def check_change_in_step_3(folder: Path, *planned: Fault, max_failures: int = 1)
     plain = run_ranks(functools.partial(loop, hosts=[]), 2, 2)
     for (ours, _), (theirs, _) in zip(found, plain, strict=True):
         assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
-    assert [fault for index, fault in enumerate(planned) if faults.struck(index) is None] == []
+    assert missed(faults) == []
 
 
 # ---- the same, while something happens to the processes
@@ -417,8 +417,7 @@ def test_a_death_while_owners_change_changes_no_bit(
         threading.Thread(target=kill_meanwhile, args=(faults, tmp_path, cell.meanwhile), daemon=True).start()
     found = scaled(tmp_path, {2: cell.owners}, 9, max_failures=8, faults=faults, stall_timeout=3.0 if stopped else 30.0)
     assert differences(found, undisturbed(9)) == []
-    for index, fault in enumerate(cell.faults):
-        assert faults.struck(index) is not None, f"{fault} has struck"
+    assert missed(faults) == []
     if cell.stay is not None:
         assert any("the owners stay as they are" in line for line in caplog.messages) == cell.stay
 
@@ -437,10 +436,10 @@ def test_a_death_while_owners_change_changes_no_bit(
 )
 def test_a_death_while_owners_change_touches_nothing_on_devices(cell: Cell, tmp_path: Path, undisturbed: Any) -> None:
     loop, config = functools.partial(train, on_host=0.6), ZeroConfig(offload_fraction=0.6)
-    more = {"loop": loop, "config": config, "faults": Faults(tmp_path, cell.faults), "stall_timeout": 30.0}
+    faults = Faults(tmp_path, cell.faults)
+    more = {"loop": loop, "config": config, "faults": faults, "stall_timeout": 30.0}
     assert differences(scaled(tmp_path, {2: cell.owners}, 9, max_failures=8, **more), undisturbed(9)) == []
-    for index, fault in enumerate(cell.faults):
-        assert Faults(tmp_path, cell.faults).struck(index) is not None, f"{fault} has struck"
+    assert missed(faults) == []
 
 
 MOVES = {
@@ -474,8 +473,7 @@ def test_a_death_while_shards_move_between_hosts_changes_no_bit(
         terms = {"hosts": hosts, "faults": faults, "max_failures": 8, "stall_timeout": 30.0}
         found = scaled(tmp_path, {2: cell.owners}, 9, **terms)
     assert differences(found, undisturbed(9)) == []
-    for index, fault in enumerate(cell.faults):
-        assert faults.struck(index) is not None, f"{fault} has struck"
+    assert missed(faults) == []
     assert any("the owners stay as they are" in line for line in caplog.messages) == cell.stay
 
 
@@ -507,7 +505,7 @@ def test_what_a_rank_has_pushed_since_it_came_back_counts_and_not_what_it_left_w
 
     threading.Thread(target=let_it_push, daemon=True).start()
     assert differences(scaled(tmp_path, {2: 1}, 16, max_failures=2, faults=faults), undisturbed(16)) == []
-    assert [fault for index, fault in enumerate(faults.faults) if faults.struck(index) is None] == []
+    assert missed(faults) == []
 
 
 def kill_meanwhile(faults: Faults, folder: Path, rank: int) -> None:

@@ -96,21 +96,6 @@ def asked_to(step: Step, run: Supervisor, processes: Listed) -> tuple[Any, ...]:
             run.take(Answered(process, method, Prepared(process == owner(0), 4096) if method is Step.PREPARE else None))
 
 
-def test_a_change_asks_every_step_and_later_processes_belong_to_the_next_epoch() -> None:
-    run, processes = supervised()
-    after = Ownership(2).then(Rescale.to(3, 2))
-    run.scale(Rescale.to(3, 2))
-    assert processes.take() == [("join", owner(2), after, ("a0", "a1"))]
-    run.take(Serves(owner(2), "a2"))
-    assert processes.done == [(Step.HOLD, (owner(0), owner(1)))]
-    for each in asked_to(Step.CHANGE, run, processes)[1]:
-        run.take(Answered(each, Step.CHANGE))
-    assert run.controller.addresses == ("a0", "a1", "a2")
-    assert not run.controller.changes, "what leads is told by what it prepares, and it is over"
-    run.take(Died(owner(2)))
-    assert processes.take() == [("start", owner(2, 1), after)]
-
-
 def test_owners_that_are_left_over_end_once_ranks_have_gone_over_and_one_that_refuses_to_go_on_is_killed() -> None:
     run, processes = supervised()
     run.scale(Rescale.to(1, 2))
@@ -125,14 +110,3 @@ def test_owners_that_are_left_over_end_once_ranks_have_gone_over_and_one_that_re
     assert processes.take() == []
     run.take(Answered(rank(1), Step.CHANGE))
     assert processes.take() == [("end", owner(1))]
-
-
-def test_who_refuses_before_the_next_epoch_stands_ends_the_change_and_whom_it_was_for() -> None:
-    run, processes = supervised()
-    run.scale(Rescale.to(3, 2))
-    run.take(Serves(owner(2), "a2"))
-    processes.take()
-    run.take(Answered(owner(0), Step.HOLD, refused="no"))
-    assert processes.take() == [("abandon", (owner(0), owner(1))), ("kill", (owner(2),))]
-    run.take(Answered(owner(1), Step.HOLD))
-    assert processes.take() == [("abandon", (owner(1),))], "it has only now done what it was asked"

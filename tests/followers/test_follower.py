@@ -29,6 +29,7 @@ from rayzero.store.shm.signals import fence_acquire
 from rayzero.testing import run_ranks
 from tests.support import needs
 
+from .on_network import describe
 from .watcher import digest
 
 pytestmark = needs.shared_memory
@@ -89,42 +90,66 @@ class AllKinds:
                 follower.close()
 
 
-def test_after_each_of_50_steps_every_follower_has_the_bits_of_the_export(tmp_path: Path) -> None:
-    base = seeded(Net, 3)
+@pytest.mark.parametrize("way", ["shm", pytest.param("grpc", marks=pytest.mark.thorough), "tls"])
+def test_after_each_step_every_follower_has_the_bits_of_the_export(way: str, tmp_path: Path) -> None:
+    base, steps = seeded(Net, 3), STEPS // 5 if way == "tls" else STEPS
 
     def train(context: RankContext) -> None:
         torch.set_num_threads(1)
         model = copy.deepcopy(base)
         model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), BF16)
-        followers = AllKinds(context.run) if context.rank == 0 else None
-        for step in range(STEPS):
+        followers = None
+        if context.rank == 0:
+            if way != "shm":
+                describe(context, tmp_path)
+            followers = AllKinds(context.run if way == "shm" else str(tmp_path))
+            context.on_close(lambda _, followers=followers: followers.close())
+        for step in range(steps):
             take_step(model, optimizer, step, context.rank)
             folder = tmp_path / str(step)
-            wanted = exported(optimizer, folder) if context.rank == 0 else None
-            if wanted is None:
+            if followers is None:
                 rayzero.save_checkpoint(optimizer, folder / "checkpoint")
-            if followers is not None and wanted is not None:
-                followers.look(step + 1, wanted)
+            else:
+                followers.look(step + 1, exported(optimizer, folder))
+        if followers is not None and way != "shm":
+            found = followers.every.stats()
+            assert found.versions == steps
+            assert found.whole_bytes < 3 * found.versions * 10_000 or way == "tls", "changes came"
+            assert found.change_bytes > 0
+            assert found.arrivals > 0
+            assert found.arrival_s / found.arrivals < 5.0
 
-    run_ranks(train, 2, 3, "shm")
+    run_ranks(train, 2, 3, "shm" if way == "shm" else "grpc", tls=way == "tls")
 
 
-def alone(loop: Any, config: ZeroConfig = BF16, base: nn.Module | None = None, owners: int = 2) -> Any:
-    """Let ``loop(run, model, optimizer)`` train on one rank; what it returns."""
+def alone(
+    loop: Any, config: ZeroConfig = BF16, base: nn.Module | None = None, *, on_network: Path | None = None
+) -> Any:
+    """Let ``loop(context, model, optimizer)`` train on one rank with two owners; what it returns. ``on_network``: the
+    folder in which the run is described to followers that share no memory with it."""
     plain = seeded(Net, 3) if base is None else base
 
     def train(context: RankContext) -> Any:
         torch.set_num_threads(1)
         trained = [parameter for parameter in plain.parameters() if parameter.requires_grad]
         model, optimizer = rayzero.prepare(plain, torch.optim.AdamW(trained, lr=1e-2), config)
-        return loop(context.run, model, optimizer)
+        if on_network is not None:
+            describe(context, on_network)
+        return loop(context, model, optimizer)
 
-    return run_ranks(train, 1, owners, "shm", config=config)[0]
+    return run_ranks(train, 1, 2, "shm" if on_network is None else "grpc", config=config)[0]
+
+
+def of(context: RankContext, run: Path | str, model: int = 0) -> Follower:
+    """A follower that is closed with the rank."""
+    follower = rayzero.follow(run, model=model)
+    context.on_close(lambda _: follower.close())
+    return follower
 
 
 def test_a_reader_is_told_what_it_loses() -> None:
-    def loop(run: str, model: nn.Module, optimizer: Any) -> None:
-        follower = rayzero.follow(run)
+    def loop(context: RankContext, model: nn.Module, optimizer: Any) -> None:
+        follower = rayzero.follow(context.run)
         first = follower.read()
         assert (first.version, follower.version) == (0, 0)
         name, tensor = next(first)
@@ -148,8 +173,8 @@ def test_a_reader_is_told_what_it_loses() -> None:
 def test_what_a_follower_has_read_last_outlives_the_run() -> None:
     followers = []
 
-    def loop(run: str, model: nn.Module, optimizer: Any) -> None:
-        followers.append(rayzero.follow(run))
+    def loop(context: RankContext, model: nn.Module, optimizer: Any) -> None:
+        followers.append(rayzero.follow(context.run))
         assert followers[0].wait(0) == 0
         take_step(model, optimizer, 0, 0)
         rayzero.full_state_dict(model)  # waits for the version
@@ -175,8 +200,8 @@ def test_a_config_of_another_model_is_refused_by_name(tmp_path: Path) -> None:
     llama = tmp_path / "config.json"
     llama.write_text(json.dumps({"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 99}))
 
-    def loop(run: str, model: nn.Module, optimizer: Any) -> None:
-        with rayzero.follow(run, config=llama) as follower:
+    def loop(context: RankContext, model: nn.Module, optimizer: Any) -> None:
+        with rayzero.follow(context.run, config=llama) as follower:
             with pytest.raises(ConfigError, match=r"config\.json is of no model that has them: pass"):
                 follower.read()
             assert follower.into(copy.deepcopy(model)) == 0, "which needs no other names"
@@ -201,7 +226,7 @@ class Several(nn.Module):
         return self.head(self.frozen(self.embed(x % 37)) * self.scale)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(3)
 @pytest.mark.parametrize(
     "config",
     [
@@ -212,9 +237,13 @@ class Several(nn.Module):
     ],
     ids=["fp32", "fp16, partly fp32", "a coded frozen part", "a frozen part with loss"],
 )
-def test_parameters_of_every_kind_are_followed(config: ZeroConfig) -> None:
-    def loop(run: str, model: nn.Module, optimizer: Any) -> None:
-        follower = rayzero.follow(run)
+@pytest.mark.parametrize("way", ["shm", "grpc"])
+def test_parameters_of_every_kind_are_followed(way: str, config: ZeroConfig, tmp_path: Path) -> None:
+    """Over the network, frozen ones come once."""
+    folder = None if way == "shm" else tmp_path
+
+    def loop(context: RankContext, model: nn.Module, optimizer: Any) -> None:
+        follower, sizes = of(context, folder or context.run), []
         for step in range(3):
             take_step(model, optimizer, step, 0)
             found = {name: tensor.clone() for name, tensor in follower.read(step + 1)}
@@ -223,13 +252,16 @@ def test_parameters_of_every_kind_are_followed(config: ZeroConfig) -> None:
             for name, tensor in found.items():
                 assert torch.equal(tensor, wanted[name].to(tensor.dtype)), name
                 assert follower.declared[name] == (tensor.dtype, tuple(tensor.shape))
+            sizes.append(follower.stats())
+        if folder is not None:
+            assert sizes[0].whole_bytes == sizes[2].whole_bytes > sizes[0].change_bytes == 0 < sizes[2].change_bytes
 
-    alone(loop, config, seeded(Several, 1))
+    alone(loop, config, seeded(Several, 1), on_network=folder)
 
 
 def test_a_version_goes_into_a_model_in_place() -> None:
-    def loop(run: str, model: nn.Module, optimizer: Any) -> None:
-        follower = rayzero.follow(run)
+    def loop(context: RankContext, model: nn.Module, optimizer: Any) -> None:
+        follower = rayzero.follow(context.run)
         take_step(model, optimizer, 0, 0)
         wanted = rayzero.full_state_dict(model)
         for dtype in (torch.bfloat16, torch.float32):
@@ -258,29 +290,32 @@ def test_a_version_goes_into_a_model_in_place() -> None:
     alone(loop)
 
 
-def test_a_run_with_owners_on_devices_is_refused_by_name() -> None:
-    def loop(run: str, model: nn.Module, optimizer: Any) -> None:
-        with pytest.raises(UnsupportedError, match="followers need offload_fraction=1"):
-            rayzero.follow(run).read()
+@pytest.mark.parametrize("way", ["shm", "grpc"])
+def test_a_run_with_owners_on_devices_is_refused_by_name(way: str, tmp_path: Path) -> None:
+    folder = None if way == "shm" else tmp_path
 
-    alone(loop, ZeroConfig(units=["Block"], offload_fraction=0.5))
+    def loop(context: RankContext, model: nn.Module, optimizer: Any) -> None:
+        with pytest.raises(UnsupportedError, match="followers need offload_fraction=1"):
+            of(context, folder or context.run).read(timeout_s=30.0)
+
+    alone(loop, ZeroConfig(units=["Block"], offload_fraction=0.5), on_network=folder)
 
 
 def test_each_of_several_models_is_followed() -> None:
-    def loop(run: str, model: nn.Module, optimizer: Any) -> None:
+    def loop(context: RankContext, model: nn.Module, optimizer: Any) -> None:
         critic = seeded(Critic, 5)
         critic, _ = rayzero.prepare(critic, torch.optim.AdamW(critic.parameters()), ZeroConfig(precision="bf16"))
         take_step(model, optimizer, 0, 0)
         wanted = {name: tensor.bfloat16() for name, tensor in rayzero.full_state_dict(critic).items()}
-        assert same(rayzero.follow(run, model=1).read(0), wanted)
-        assert rayzero.follow(run).read(1).version == 1
+        assert same(rayzero.follow(context.run, model=1).read(0), wanted)
+        assert rayzero.follow(context.run).read(1).version == 1
 
     alone(loop)
 
 
 def test_what_changes_while_it_is_copied_is_copied_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def loop(run: str, model: nn.Module, optimizer: Any) -> None:
-        begun = follower_of_all(run)
+    def loop(context: RankContext, model: nn.Module, optimizer: Any) -> None:
+        begun = follower_of_all(context.run)
         meanwhile: list[Callable[[], object]] = []
 
         def fence() -> None:
@@ -291,7 +326,7 @@ def test_what_changes_while_it_is_copied_is_copied_again(tmp_path: Path, monkeyp
         monkeypatch.setattr(host_shards, "fence_acquire", fence)
         for step in range(2):
             meanwhile.append(lambda step=step: (take_step(model, optimizer, step, 0), rayzero.full_state_dict(model)))
-            reading = rayzero.follow(run).read()  # its first shard is overwritten before it is whole
+            reading = rayzero.follow(context.run).read()  # its first shard is overwritten before it is whole
             assert (reading.version, meanwhile) == (step + 1, [])
             assert same(reading, exported(optimizer, tmp_path / f"step {step}"))
         meanwhile.append(lambda: (take_step(model, optimizer, 2, 0), rayzero.full_state_dict(model)))
@@ -305,7 +340,7 @@ def test_what_changes_while_it_is_copied_is_copied_again(tmp_path: Path, monkeyp
 
         written: dict[str, Tensor] = {}
         meanwhile.append(write)
-        fresh = rayzero.follow(run)
+        fresh = rayzero.follow(context.run)
         assert same(fresh.read(3), written)
 
     alone(loop)
@@ -331,11 +366,11 @@ def test_a_host_that_has_not_all_optimizers_is_named() -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="files of another user can only be made by root")
 def test_root_follows_no_files_of_another_user() -> None:
-    def loop(run: str, model: nn.Module, optimizer: Any) -> None:
+    def loop(context: RankContext, model: nn.Module, optimizer: Any) -> None:
         for slab in list_slabs():
-            if slab.header is not None and slab.header.facts.run == run:
+            if slab.header is not None and slab.header.facts.run == context.run:
                 os.chown(slab.path, 4711, -1)
         with pytest.raises(StallError, match="has no optimizers in /dev/shm"):
-            rayzero.follow(run).read(timeout_s=0.05)
+            rayzero.follow(context.run).read(timeout_s=0.05)
 
     alone(loop)

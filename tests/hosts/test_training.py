@@ -82,14 +82,6 @@ except urllib.error.HTTPError as error:
 
 
 @pytest.mark.thorough
-def test_a_network_that_hosts_do_not_have_is_refused_by_name(two_hosts: TwoHosts, tmp_path: Path) -> None:
-    training = train(two_hosts.a, tmp_path, two_hosts.address, "run.network=203.0.113.0/24")
-    said = training.until_it_says("run.network is 203.0.113.0/24, but the host of optimizer")
-    assert "pass a network that has an address of every host" in said
-    assert training.driver.wait(LONG_S) != 0
-
-
-@pytest.mark.thorough
 def test_a_host_that_does_not_share_the_runs_folder_is_refused_at_the_start(
     two_hosts: TwoHosts, tmp_path: Path
 ) -> None:

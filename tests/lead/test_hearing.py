@@ -79,12 +79,12 @@ def test_no_call_is_taken_before_every_rank_has_been_heard(lead: StepLead, spec:
     """Rank 0 has gone on to its finish; that rank 1 still waits in a mean is known only once rank 1 has said so."""
     lead.attach(0, spec, history=SILENT)
     given = MeanInput(names=(), shape=(), values=(1.0,), weight=1.0)
-    norm, mean = lead.finish(report(0), inputs(spec)), lead.mean(0, 1, given)
+    norm, mean = lead.finish(report(0), inputs()), lead.mean(0, 1, given)
     assert lead.describe() == "rank 1 has not said how far it was with the lead that died"
     assert not norm.done()
     lead.attach(1, spec, history=LeadHistory(means=((1, given),)))
     assert mean.result(WAIT) == (1.0,)
-    assert lead.finish(report(1), inputs(spec)).result(WAIT) == norm.result(WAIT)
+    assert lead.finish(report(1), inputs()).result(WAIT) == norm.result(WAIT)
 
 
 def test_a_mean_that_a_rank_had_before_is_no_call_that_others_have_to_make(lead: StepLead, spec: ModelSpec) -> None:
@@ -128,7 +128,7 @@ def test_a_rank_without_a_predecessor_of_the_lead_ends_the_wait(lead: StepLead, 
 
 
 def test_a_rank_that_dies_is_heard_in_its_next_life(lead: StepLead, spec: ModelSpec) -> None:
-    lead.attach(0, spec, history=of_step(AttemptHistory(inputs=inputs(spec))))
+    lead.attach(0, spec, history=of_step(AttemptHistory(inputs=inputs())))
     lead.lose(0)
     lead.attach(1, spec, history=SILENT)
     norm = lead.finish(report(1), None)
@@ -143,10 +143,10 @@ def test_what_one_rank_has_discarded_another_gets_the_norm_of(lead: StepLead, sp
     lead.attach(0, spec, history=of_step(finished(0, NORM), AttemptHistory(), discards=1))
     lead.attach(1, spec, history=SILENT)
     assert lead.finish(report(1), None).result(WAIT) == NORM
-    again = lead.finish(report(0, attempt=1), inputs(spec))
+    again = lead.finish(report(0, attempt=1), inputs())
     assert not again.done()
     lead.discard(1, 0, 0).result(WAIT)
-    lead.finish(report(1, attempt=1), inputs(spec)).result(WAIT)
+    lead.finish(report(1, attempt=1), inputs()).result(WAIT)
     assert again.result(WAIT).step == 0
 
 
@@ -164,11 +164,11 @@ def test_attempts_that_all_ranks_have_discarded_are_over(spec: ModelSpec) -> Non
 
 
 def test_a_commit_that_was_told_counts(lead: StepLead, spec: ModelSpec) -> None:
-    committed = AttemptHistory(reports=(report(0),), norms=(NORM,), inputs=inputs(spec))
+    committed = AttemptHistory(reports=(report(0),), norms=(NORM,), inputs=inputs())
     lead.attach(0, spec, history=of_step(committed))
     lead.attach(1, spec, history=of_step(finished(1)))
-    decision = lead.commit(1, 0, inputs(spec)).result(WAIT)
-    assert lead.commit(0, 0, inputs(spec)).result(WAIT) == decision
+    decision = lead.commit(1, 0, inputs()).result(WAIT)
+    assert lead.commit(0, 0, inputs()).result(WAIT) == decision
 
 
 def test_a_write_that_one_rank_knows_is_made_is_not_made_again(

@@ -38,7 +38,7 @@ def ends(lead: StepLead, directory: Path, step: int = 0) -> list[Future[Checkpoi
 
 def take_step(lead: StepLead, step: int) -> None:
     for rank in range(2):
-        lead.finish(report(rank, step), inputs(SPEC))
+        lead.finish(report(rank, step), inputs())
 
 
 def hold_files(peers: list[WatchedPeer]) -> list[Future[FileEntry]]:
@@ -94,7 +94,7 @@ def test_a_checkpoint_has_the_rates_that_made_it_though_ranks_ask_before_the_ste
         parts: Future[NormParts] = Future()
         monkeypatch.setattr(peers[1], "collect", lambda step, reports: parts)
         for rank in range(2):
-            lead.finish(report(rank), replace(inputs(SPEC), hyper=rates))
+            lead.finish(report(rank), replace(inputs(), hyper=rates))
         begun = begin(lead, directory, 1) if beside else []
         saved = [] if beside else [lead.save(rank, 1, directory, staged(directory, rank)) for rank in range(2)]
         assert not any(future.done() for future in (*begun, *saved))
@@ -160,9 +160,9 @@ def test_a_rank_that_comes_back_and_begins_it_again_goes_on(tmp_path: Path) -> N
 def test_a_rank_that_goes_on_without_it_fails_the_step_by_name(tmp_path: Path) -> None:
     with lead_of(SPEC) as (lead, _):
         begun = lead.begin_save(0, 0, tmp_path / "step", staged(tmp_path / "step", 0))
-        lead.finish(report(1), inputs(SPEC))
+        lead.finish(report(1), inputs())
         with pytest.raises(StepMismatchError, match="finished step 0 without saving it"):
-            lead.finish(report(0), inputs(SPEC)).result(WAIT)
+            lead.finish(report(0), inputs()).result(WAIT)
         assert begun.exception(WAIT) is not None
 
 

@@ -95,6 +95,12 @@ class Owner:
         self.collect(step).result(WAIT)
         self.service.apply(self.decision(step)).result(WAIT)
 
+    def drain(self) -> None:
+        """Wait until the updater's thread has done what it was given so far."""
+        done = threading.Event()
+        self.service._updater.submit(done.set)
+        assert done.wait(WAIT)
+
     def read(self, shard: int, version: int, kind: str = "compute") -> Tensor:
         """The owner's memory once the version is there."""
         return self.service.read(shard, version, kind).result(WAIT)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -44,17 +43,10 @@ def wholes(owner: Owner, version: int) -> list[Copy]:
     return [Copy(values, version, checksum(values)) for values in owner.read_all(version)]
 
 
-def settle(owner: Owner) -> None:
-    """Until the updater's thread has done what it was asked so far."""
-    done = threading.Event()
-    owner.service._updater.submit(done.set)
-    assert done.wait(WAIT)
-
-
 def step(owner: Owner, at: int, scale: float = 1.0) -> list[Tensor]:
     """One step; the published values after it."""
     owner.take_step([random_grads(owner.spec, 10 * at + rank, scale) for rank in range(owner.spec.world_size)], at)
-    settle(owner)
+    owner.drain()
     return owner.read_all(at + 1)
 
 
@@ -81,7 +73,7 @@ def same(copies: Sequence[Copy], values: Sequence[Tensor]) -> bool:
 def followed(spec: ModelSpec, **options: Any) -> Iterator[Owner]:
     with owner_of(spec, **options) as owner:
         owner.service.changes.follow()
-        settle(owner)
+        owner.drain()
         yield owner
 
 
@@ -110,7 +102,7 @@ def test_changes_lead_from_every_version_to_every_later_one(rule: str, dtype: to
             owner.collect(at).result(WAIT)
             action = Action.SKIP if at == 2 else Action.APPLY
             owner.service.apply(replace(owner.decision(at, action), hyper=hyper)).result(WAIT)
-            settle(owner)
+            owner.drain()
             values, told = owner.read_all(at + 1), since(owner, copies[-1])
             assert all(changes is not None and len(changes) == 1 for changes in told)
             assert {changes[0].form for changes in told[:2] if changes} == {Form.NOTHING}, "a frozen unit"
@@ -132,7 +124,7 @@ def test_nothing_is_noted_while_nobody_follows() -> None:
         step(owner, 0)
         assert log.kept_bytes == 0
         assert since(owner, before) == [None] * 11, "the first question: noting begins"
-        settle(owner)
+        owner.drain()
         copies = wholes(owner, 1)
         clock.now += QUIET_S
         values = step(owner, 1)
@@ -146,11 +138,10 @@ def test_nothing_is_noted_while_nobody_follows() -> None:
 
 
 def test_who_follows_before_there_are_values_gets_changes_from_the_first_update_on() -> None:
-    spec = make_spec(1, dtypes=[BF16] * 3)
-    with owner_of(spec, load=False) as owner:
+    with owner_of(make_spec(1, dtypes=[BF16] * 3), load=False) as owner:
         owner.service.changes.follow()
-        settle(owner)
-        for shard in spec.layout.shards:
+        owner.drain()
+        for shard in owner.spec.layout.shards:
             owner.service.load(shard.index, torch.ones(shard.numel))
         step(owner, 0)
         copies = wholes(owner, 1)
@@ -161,15 +152,14 @@ def test_who_follows_before_there_are_values_gets_changes_from_the_first_update_
 
 def test_a_users_write_ends_what_is_known_of_its_shards() -> None:
     """Also for those who have the version that it changes; a write of a state changes nothing that is published."""
-    spec = make_spec(1, dtypes=[BF16] * 3)
-    with followed(spec) as owner:
+    with followed(make_spec(1, dtypes=[BF16] * 3)) as owner:
         step(owner, 0)
         copies = wholes(owner, 1)
         for number, kind in enumerate(("exp_avg", MASTER), 1):
-            for shard in spec.layout.shards_by_unit[1]:
+            for shard in owner.spec.layout.shards_by_unit[1]:
                 owner.service.stage(shard.index, 1, kind, torch.full((shard.numel,), 0.5))
             owner.service.write(number, Write(version=1, unit=1, kind=kind, digest=kind)).result(WAIT)
-            lost = [None if kind == MASTER and shard.unit == 1 else [] for shard in spec.layout.shards]
+            lost = [None if kind == MASTER and shard.unit == 1 else [] for shard in owner.spec.layout.shards]
             assert since(owner, copies) == lost
         copies = wholes(owner, 1)
         assert since(owner, copies) == [[]] * 11
@@ -179,8 +169,7 @@ def test_a_users_write_ends_what_is_known_of_its_shards() -> None:
 
 
 def test_values_that_are_not_those_of_their_version_are_taken_whole() -> None:
-    spec = make_spec(1, dtypes=[BF16] * 3)
-    with followed(spec) as owner:
+    with followed(make_spec(1, dtypes=[BF16] * 3)) as owner:
         copies = wholes(owner, 0)
         copies[3].checksum += 1
         step(owner, 0)
@@ -192,8 +181,7 @@ def test_values_that_are_not_those_of_their_version_are_taken_whole() -> None:
 
 
 def test_a_version_that_is_published_and_not_noted_yet_is_known_in_a_moment_shard_by_shard() -> None:
-    spec = make_spec(1, dtypes=[BF16] * 3)
-    with followed(spec) as owner:
+    with followed(make_spec(1, dtypes=[BF16] * 3)) as owner:
         copies, heard = wholes(owner, 0), list[int]()
         told: list[Any] = []
         log = owner.service.changes
@@ -210,13 +198,12 @@ def test_a_version_that_is_published_and_not_noted_yet_is_known_in_a_moment_shar
 
 
 def test_what_a_former_life_may_have_been_writing_is_not_gone_on_from() -> None:
-    spec = make_spec(1, dtypes=[BF16] * 3)
-    with owner_of(spec) as owner:
+    with owner_of(make_spec(1, dtypes=[BF16] * 3)) as owner:
         service = owner.service
         parts = service._attached()
         log = ChangeLog(parts.model.shards, parts.model.rule, service._updater, service.recorder, taken_over=True)
         log.follow()
-        settle(owner)
+        owner.drain()
         copy = wholes(owner, 0)[0]
         assert log.since(0, 0, copy.checksum) is None
         log.published(0)
@@ -224,12 +211,11 @@ def test_what_a_former_life_may_have_been_writing_is_not_gone_on_from() -> None:
 
 
 def test_a_nan_that_another_has_rounded_is_compared_with_what_is_there() -> None:
-    spec = make_spec(1, dtypes=[torch.float16] * 3)
-    with owner_of(spec) as owner:
+    with owner_of(make_spec(1, dtypes=[torch.float16] * 3)) as owner:
         for owned in owner.service._shards().values():
             owned.master[3], owned.params.view(torch.int16)[3] = torch.nan, -1
         owner.service.changes.follow()
-        settle(owner)
+        owner.drain()
         copies = wholes(owner, 0)
         values = step(owner, 0)
         catch_up(owner, copies, 1)
@@ -238,13 +224,12 @@ def test_a_nan_that_another_has_rounded_is_compared_with_what_is_there() -> None
 
 
 def test_the_oldest_changes_go_first_and_no_more_is_kept_than_there_is_room_for() -> None:
-    spec = make_spec(1, dtypes=[BF16] * 3)
-    with owner_of(spec) as owner:
+    with owner_of(make_spec(1, dtypes=[BF16] * 3)) as owner:
         log = owner.service.changes
         published = sum(owned.params.nbytes for owned in owner.service._shards().values())
-        bitmaps = sum(-(-shard.numel // 8) for shard in spec.layout.shards)
+        bitmaps = sum(-(-shard.numel // 8) for shard in owner.spec.layout.shards)
         log.follow()
-        settle(owner)
+        owner.drain()
         versions = [wholes(owner, 0)]
         for at in range(6):
             step(owner, at)
@@ -269,7 +254,7 @@ def test_no_more_is_held_than_there_is_room_for_in_the_budget_bitmaps_too(room: 
     with owner_of(spec, budget=needed + room) as owner:
         log, indices = owner.service.changes, range(len(spec.layout.shards))
         log.follow()
-        settle(owner)
+        owner.drain()
         copies = wholes(owner, 0)
         for at in range(3):
             step(owner, at)
@@ -283,11 +268,10 @@ def test_no_more_is_held_than_there_is_room_for_in_the_budget_bitmaps_too(room: 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
 @pytest.mark.parametrize("rule", ["native", "a torch class"])
 def test_the_plan_has_all_that_is_held_for_followers(rule: str, dtype: torch.dtype) -> None:
-    spec = make_spec(1, dtypes=[dtype] * 3, **RULES[rule])
-    with followed(spec) as owner:
+    with followed(make_spec(1, dtypes=[dtype] * 3, **RULES[rule])) as owner:
         for at in range(4):
             step(owner, at, 100.0)
-        held, shards = owner.service.changes.kept_bytes, spec.layout.shards
+        held, shards = owner.service.changes.kept_bytes, owner.spec.layout.shards
         published = sum(shard.numel for shard in shards) * dtype.itemsize
         planned = owner.plan.followers - SERVED_AT_ONCE * published  # this model is smaller than SERVED_BYTES
         bitmaps = sum(-(-shard.numel // 8) for shard in shards if dtype is BF16)
@@ -308,17 +292,16 @@ def test_bytes_and_shares_are_measured() -> None:
 
 def test_for_copies_the_newest_update_is_noted_while_one_asks() -> None:
     """Also one in which some parameters have no gradient."""
-    spec = make_spec(1, dtypes=[BF16] * 3, hyper=[{**HYPER, "lr": 2e-4}])
-    with owner_of(spec) as owner:
-        log, shards = owner.service.changes, range(len(spec.layout.shards))
+    with owner_of(make_spec(1, dtypes=[BF16] * 3, hyper=[{**HYPER, "lr": 2e-4}])) as owner:
+        log, shards = owner.service.changes, range(len(owner.spec.layout.shards))
         step(owner, 0)
         assert [log.newest(shard, 0, 1) for shard in shards] == [None] * 11, "the first question"
         step(owner, 1)
         copies = wholes(owner, 2)
         for at in range(2, 15):
-            grads = {k: v for k, v in random_grads(spec, at).items() if at % 2 or not k.endswith("b")}
+            grads = {k: v for k, v in random_grads(owner.spec, at).items() if at % 2 or not k.endswith("b")}
             owner.take_step([grads], at)
-            settle(owner)
+            owner.drain()
             values = owner.read_all(at + 1)
             if at < 5:
                 for shard, copy in enumerate(copies):
@@ -333,22 +316,20 @@ def test_for_copies_the_newest_update_is_noted_while_one_asks() -> None:
 
 
 def test_a_users_write_ends_what_a_copy_can_go_on_from() -> None:
-    spec = make_spec(1, dtypes=[BF16] * 3, hyper=[{**HYPER, "lr": 1e-5}])
-    with owner_of(spec) as owner:
+    with owner_of(make_spec(1, dtypes=[BF16] * 3, hyper=[{**HYPER, "lr": 1e-5}])) as owner:
         log, first = owner.service.changes, owner.spec.layout.shards_by_unit[1][0].index
         for at in range(3):
             step(owner, at)
             log.newest(first, at, at + 1)
         assert log.newest(first, 2, 3) is not None
-        for shard in spec.layout.shards_by_unit[1]:
+        for shard in owner.spec.layout.shards_by_unit[1]:
             owner.service.stage(shard.index, 3, MASTER, torch.full((shard.numel,), 0.5))
         owner.service.write(1, Write(version=3, unit=1, kind=MASTER, digest=MASTER)).result(WAIT)
         assert log.newest(first, 2, 3) is None
 
 
 def test_of_updates_that_change_much_fewer_and_fewer_are_noted_for_copies() -> None:
-    spec = make_spec(1, dtypes=[BF16] * 3, hyper=[{**HYPER, "lr": 1.0}])
-    with owner_of(spec) as owner:
+    with owner_of(make_spec(1, dtypes=[BF16] * 3, hyper=[{**HYPER, "lr": 1.0}])) as owner:
         log, noted = owner.service.changes, list[int]()
         for at in range(205):
             step(owner, at)

@@ -230,16 +230,6 @@ def test_what_owners_cannot_run_is_refused_by_name(cls: type[torch.optim.Optimiz
         require_owned(OptimizerMaker(cls), {key: value for key, value in group.items() if key != "params"})
 
 
-@pytest.mark.parametrize("name", ["LBFGS", "SparseAdam"])
-def test_the_trial_alone_would_refuse_them_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rayzero.kernels.optimizer_trial._REFUSED", {})
-    monkeypatch.setattr("rayzero.kernels.optimizer_trial._verdicts", {})
-    cls = getattr(torch.optim, name)
-    group = cls([torch.zeros((4, 4), requires_grad=True)]).param_groups[0]
-    with pytest.raises(UnsupportedError, match=name):
-        require_owned(OptimizerMaker(cls), {key: value for key, value in group.items() if key != "params"})
-
-
 def test_a_class_that_cannot_be_imported_is_named() -> None:
     for path in ("no_such_module:Opt", "torch.optim:NoSuch", f"{__name__}:outer.<locals>.Inner"):
         with pytest.raises(UnsupportedError, match=f"optimizer {path!r} cannot be imported"):

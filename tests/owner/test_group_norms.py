@@ -63,10 +63,9 @@ def test_each_groups_norms_are_those_of_its_gradients_its_weights_and_their_chan
 
 
 def weights_after(steps: int, norms_every: int | None) -> list[Tensor]:
-    spec = make_spec(WORLD)
-    with owner_of(spec, recorder=MemoryRecorder(), norms_every=norms_every) as owner:
+    with owner_of(make_spec(WORLD), recorder=MemoryRecorder(), norms_every=norms_every) as owner:
         for step in range(steps):
-            owner.take_step(grads_of(spec, step), step)
+            owner.take_step(grads_of(owner.spec, step), step)
         return owner.read_all(steps, MASTER)
 
 
@@ -96,8 +95,7 @@ def test_a_skipped_step_is_not_measured() -> None:
 
 
 def test_what_it_keeps_is_the_largest_trained_shard_in_fp32() -> None:
-    spec = make_spec(WORLD)
-    with owner_of(spec) as owner:
+    with owner_of(make_spec(WORLD)) as owner:
         model = owner.service._attached().model
-        trained = [cut.numel for cut in spec.layout.shards if spec.layout.units[cut.unit].trainable]
+        trained = [cut.numel for cut in owner.spec.layout.shards if owner.spec.layout.units[cut.unit].trainable]
         assert GroupNorms(model, MemoryRecorder()).scratch_bytes == 4 * max(trained)

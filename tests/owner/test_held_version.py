@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,11 +20,12 @@ from rayzero.errors import CheckpointAbandonedError, CheckpointWriteError
 from rayzero.layout.shard_map import shard_map_for
 from rayzero.memory.planner import plan_owner
 from rayzero.owner.checkpoint import HeldVersion
+from rayzero.protocol.messages import FileEntry
 from rayzero.telemetry.names import CHECKPOINT_STALL_SECONDS
 from rayzero.telemetry.recorder import MemoryRecorder
-from tests.support.standing_disk import standing_still
+from tests.support.standing_disk import Disk, standing_still
 
-from .owner import owner_of
+from .owner import Owner, owner_of
 
 SHARDS, NUMEL = 5, 700
 SIZE = NUMEL * 4
@@ -137,34 +140,36 @@ def test_steps_go_on_while_a_version_is_written_and_its_file_is_that_of_a_save_n
     assert recorder.total(CHECKPOINT_STALL_SECONDS) > 0
 
 
-def test_without_copies_an_update_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = replace(make_spec(1), checkpoint_copies=0)
-    grads = [random_grads(spec, seed) for seed in range(2)]
+@contextmanager
+def standing_disk(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, copies: int
+) -> Iterator[tuple[Owner, Disk, Future[FileEntry]]]:
+    """An owner whose file of version 1 a disk does not take, with a step decided since. ``copies``: in bytes."""
+    spec = replace(make_spec(1), checkpoint_copies=copies)
     with standing_still(monkeypatch) as still, owner_of(spec) as owner:
-        owner.take_step([grads[0]])
-        owner.service.begin_checkpoint(1, tmp_path / "step").result(WAIT)
+        owner.take_step([random_grads(spec, 0)])
+        file = owner.service.write_checkpoint(1, folder)
         assert still.asked.wait(WAIT)
-        owner.take_step([grads[1]], 1)
+        owner.take_step([random_grads(spec, 1)], 1)
+        yield owner, still, file
+
+
+def test_without_copies_an_update_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with standing_disk(monkeypatch, tmp_path / "step", 0) as (owner, still, file):
         waits = owner.service.read(0, 2, "compute")
         assert not waits.done()
         still.goes_on.set()
         waits.result(WAIT)
-        assert owner.service.write_checkpoint(1, tmp_path / "step").result(WAIT).size_bytes > 0
+        assert file.result(WAIT).size_bytes > 0
 
 
 def test_a_disk_that_fails_ends_the_file_and_no_update_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = replace(make_spec(1), checkpoint_copies=0)
-    grads = [random_grads(spec, seed) for seed in range(2)]
-    with standing_still(monkeypatch) as still, owner_of(spec) as owner:
-        owner.take_step([grads[0]])
-        owner.service.begin_checkpoint(1, tmp_path / "step").result(WAIT)
-        assert still.asked.wait(WAIT)
-        owner.take_step([grads[1]], 1)
+    with standing_disk(monkeypatch, tmp_path / "step", 0) as (owner, still, file):
         still.error = OSError(28, "No space left on device")
         still.goes_on.set()
         owner.read(10, 2)
         with pytest.raises(CheckpointWriteError, match="No space left"):
-            owner.service.write_checkpoint(1, tmp_path / "step").result(WAIT)
+            file.result(WAIT)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -172,13 +177,7 @@ def test_a_newer_request_ends_the_file_that_nobody_wants_any_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its lead is dead: a lead asks for one file at a time."""
-    spec = replace(make_spec(1), checkpoint_copies=ENOUGH)
-    grads = [random_grads(spec, seed) for seed in range(2)]
-    with standing_still(monkeypatch) as still, owner_of(spec) as owner:
-        owner.take_step([grads[0]])
-        older = owner.service.write_checkpoint(1, tmp_path / "older")
-        assert still.asked.wait(WAIT)
-        owner.take_step([grads[1]], 1)
+    with standing_disk(monkeypatch, tmp_path / "older", ENOUGH) as (owner, still, older):
         owner.read(10, 2)
         owner.service.begin_checkpoint(2, tmp_path / "newer").result(WAIT)
         owner.service.settled().result(WAIT)  # the updater has seen the request
@@ -190,20 +189,15 @@ def test_a_newer_request_ends_the_file_that_nobody_wants_any_more(
 
 
 def test_an_owner_that_closes_waits_for_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = replace(make_spec(1), checkpoint_copies=0)
-    grads = [random_grads(spec, seed) for seed in range(2)]
-    with standing_still(monkeypatch) as still:
-        with owner_of(spec) as owner:
-            owner.take_step([grads[0]])
-            written = owner.service.write_checkpoint(1, tmp_path / "step")
-            assert still.asked.wait(WAIT)
-            owner.take_step([grads[1]], 1)  # its update waits
-            with ThreadPoolExecutor(1) as closing:
-                closed = closing.submit(owner.service.close)
-                owner.read(10, 2)  # decided steps are finished
-                still.goes_on.set()
-                closed.result(WAIT)
-        assert written.exception(WAIT) is not None
+    with (
+        standing_disk(monkeypatch, tmp_path / "step", 0) as (owner, still, written),
+        ThreadPoolExecutor(1) as closing,
+    ):
+        closed = closing.submit(owner.service.close)
+        owner.read(10, 2)  # decided steps are finished, though the last one's update waits
+        still.goes_on.set()
+        closed.result(WAIT)
+    assert written.exception(WAIT) is not None
 
 
 @pytest.mark.parametrize(("budget", "planned"), [(0, 0), (1000, 1000), (1 << 40, 12)])

@@ -79,17 +79,6 @@ def test_parts_are_added_in_shard_order_whoever_sent_them() -> None:
 UNSCALE, CLIP_NORM, CLIP_VALUE = EditKind.UNSCALE, EditKind.CLIP_NORM, EditKind.CLIP_VALUE
 
 
-def test_factors_of_several_clips_multiply() -> None:
-    def factor(norm: float, *max_norms: float) -> float:
-        return edited([Edit(CLIP_NORM, each) for each in max_norms], [norm], 1).scale
-
-    assert factor(10.0) == 1.0
-    assert factor(0.5, 1.0) == 1.0
-    once = factor(10.0, 2.0)
-    assert once == 2.0 / (10.0 + 1e-6)
-    assert factor(10.0, 2.0, 1.0) == once * (1.0 / (10.0 * once + 1e-6))
-
-
 def test_any_order_of_edits_is_one_multiplication_and_one_clamp() -> None:
     """Folded, they give what torch gives when it does one after the other, on what two ranks' gradients sum up to."""
     summed = torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -153,13 +153,6 @@ def test_it_is_the_answer_that_is_used() -> None:
             assert torch.equal(owner.read(shard, 1, MASTER)[there], before[shard][there]), "it was told: no change"
 
 
-def test_nobody_is_waited_for_who_has_not_asked() -> None:
-    with owning(divided()) as (owner, _, plain):
-        for number in range(2):  # patience would be 5 s for each shard
-            step(owner, plain, number)
-            assert same_masters(owner, number + 1, plain)
-
-
 def test_a_rank_that_does_not_answer_is_waited_for_once(hasty: None, caplog: pytest.LogCaptureFixture) -> None:
     with owning(divided()) as (owner, shards, plain):
         for shard in shards:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,21 +19,12 @@ from rayzero.owner.gradients import contributions
 from rayzero.owner.gradients.landing import RoundLanding
 from rayzero.protocol.gradient_sum import total_word
 from rayzero.protocol.messages import ATTEMPTS, Clamp, FinishReport, ModelSpec
-from rayzero.telemetry.names import MEMORY_BYTES
-from rayzero.telemetry.recorder import MemoryRecorder
 
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A shard is added up as soon as every rank has pushed it, however small."""
     monkeypatch.setattr(contributions, "EARLY", 1)
-
-
-def drain(owner: Owner) -> None:
-    """Wait until the owner has computed what it was given so far."""
-    done = threading.Event()
-    owner.service._updater.submit(done.set)
-    assert done.wait(WAIT)
 
 
 def of_ranks(spec: ModelSpec, seed: int = 0) -> list[Grads]:
@@ -53,31 +44,6 @@ def sum_of(owner: Owner, shard: int, grads: Sequence[Grads]) -> torch.Tensor:
     return RankSum(parts[0].numel()).sum(parts, range(len(parts)), 0, parts[0].numel())
 
 
-def require_sum(owner: Owner, shard: int, grads: Sequence[Grads]) -> None:
-    """The shard's total has the gradients' sum, in every slice."""
-    owned, expected = owner.service.shard(shard), sum_of(owner, shard, grads)
-    assert owned.total is not None
-    for part in owned.slices:
-        assert torch.equal(owned.total[part.start : part.stop], expected[part.start : part.stop])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("world", [2, 9])
-def test_a_total_is_the_sum_in_rank_order_and_frees_what_ranks_pushed(world: int, dtype: torch.dtype) -> None:
-    spec = make_spec(world, dtypes=(dtype,) * 3)
-    grads = of_ranks(spec)
-    with owner_of(spec) as owner:
-        for rank, mine in enumerate(grads[:-1]):
-            owner.push(rank, mine)
-        drain(owner)
-        waiting = held(owner)
-        owner.push(world - 1, grads[-1])
-        drain(owner)
-        assert (waiting > 0, held(owner)) == (True, 0)
-        for shard in spec.layout.shards:
-            require_sum(owner, shard.index, grads)
-
-
 def test_norm_parts_are_those_of_the_ranks_gradients_and_a_clamp_squares_the_total() -> None:
     spec = make_spec(3)
     grads = of_ranks(spec)
@@ -86,7 +52,7 @@ def test_norm_parts_are_those_of_the_ranks_gradients_and_a_clamp_squares_the_tot
         with owner_of(spec) as owner:
             for rank, mine in enumerate(grads):
                 owner.push(rank, mine)
-            drain(owner)
+            owner.drain()
             counts = (1,) * len(spec.layout.units)
             reports = tuple(FinishReport(step=0, attempt=0, rank=r, counts=counts, clamp=wanted) for r in range(3))
             found = {part[:2]: part[2] for part in owner.service.collect(0, reports).result(WAIT).parts}
@@ -98,31 +64,11 @@ def test_norm_parts_are_those_of_the_ranks_gradients_and_a_clamp_squares_the_tot
                     assert found[shard.index, part.slot] == expected
 
 
-def test_a_rank_that_pushes_less_is_waited_for_until_the_finishes_say_so() -> None:
-    """It might have pushed still, and then too late for a sum in rank order."""
-    spec = make_spec(2)
-    grads = of_ranks(spec)
-    with owner_of(spec) as owner:
-        for step in range(2):  # in the second step, the first one's counts are expected
-            owner.push(0, grads[0], step)
-            drain(owner)
-            assert held(owner) > 0
-            counts = (1,) * len(spec.layout.units)
-            reports = tuple(
-                FinishReport(step=step, attempt=0, rank=rank, counts=counts if rank == 0 else (0,) * len(counts))
-                for rank in range(2)
-            )
-            owner.service.collect(step, reports).result(WAIT)
-            assert held(owner) == 0
-            owner.service.apply(owner.decision(step)).result(WAIT)
-
-
 def test_a_second_push_that_was_not_planned_is_refused() -> None:
-    spec = make_spec(2)
-    with owner_of(spec) as owner:
-        owner.push(0, of_ranks(spec)[0])
+    with owner_of(make_spec(2)) as owner:
+        owner.push(0, of_ranks(owner.spec)[0])
         with pytest.raises(AccumulationError, match=r"gradient memory \(that of several ranks\) holds one push"):
-            owner.push(0, of_ranks(spec)[0], seq=1)
+            owner.push(0, of_ranks(owner.spec)[0], seq=1)
 
 
 def test_what_one_rank_alone_discards_after_it_was_added_up_ends_the_step_by_name() -> None:
@@ -131,35 +77,11 @@ def test_what_one_rank_alone_discards_after_it_was_added_up_ends_the_step_by_nam
     with owner_of(spec) as owner:
         for rank in range(2):
             owner.push(rank, grads[rank])
-        drain(owner)
+        owner.drain()
         owner.push(0, random_grads(spec, 77), attempt=1)
         collected = owner.service.collect(0, owner.reports(attempts=[1, 0]))
         with pytest.raises(StepMismatchError, match=r"call zero_grad\(\) on every rank or on none"):
             collected.result(WAIT)
-
-
-def test_what_one_rank_alone_discards_before_all_have_pushed_counts_no_more() -> None:
-    spec = make_spec(2)
-    grads = of_ranks(spec)
-    with owner_of(spec) as owner:
-        owner.push(0, random_grads(spec, 77))
-        owner.push(0, grads[0], attempt=1)
-        owner.push(1, grads[1])
-        owner.service.collect(0, owner.reports(attempts=[1, 0])).result(WAIT)
-        require_sum(owner, spec.layout.shards[0].index, grads)
-
-
-def test_a_later_life_repeats_what_the_total_has() -> None:
-    """It computes the same from the same weights; were it something else, the total would have the first."""
-    spec = make_spec(2)
-    grads = of_ranks(spec)
-    with owner_of(spec) as owner:
-        for rank in range(2):
-            owner.push(rank, grads[rank])
-        drain(owner)
-        owner.push(1, random_grads(spec, 77), attempt=ATTEMPTS)
-        owner.service.collect(0, owner.reports(attempts=[0, ATTEMPTS])).result(WAIT)
-        require_sum(owner, spec.layout.shards[0].index, grads)
 
 
 def test_nothing_is_added_up_while_owners_change_and_all_of_it_after_that() -> None:
@@ -170,7 +92,7 @@ def test_nothing_is_added_up_while_owners_change_and_all_of_it_after_that() -> N
         owner.service.settled().result(WAIT)
         owner.push(1, grads[1])
         collected = owner.collect()
-        drain(owner)
+        owner.drain()
         assert held(owner) > 0
         assert not collected.done()
         owner.service.go_on()
@@ -186,49 +108,34 @@ def rounds_of(spec: ModelSpec) -> list[list[Grads]]:
     return [of_ranks(spec, seed) for seed in range(spec.accumulation_steps)]
 
 
-def require_rounds(owner: Owner, shard: int, rounds: Sequence[Sequence[Grads]]) -> None:
-    """The shard's total has the rounds, each summed over ranks first."""
-    owned = owner.service.shard(shard)
-    sums = [sum_of(owner, shard, grads).clone() for grads in rounds]
-    expected = sums[0]
-    for each in sums[1:]:
-        expected = expected + each
-    assert owned.total is not None
-    for part in owned.slices:
-        assert torch.equal(owned.total[part.start : part.stop], expected[part.start : part.stop])
+def require_rounds(owner: Owner, rounds: Sequence[Sequence[Grads]]) -> None:
+    """Every shard's total has the rounds, each summed over ranks first."""
+    for shard in range(len(owner.spec.layout.shards)):
+        owned = owner.service.shard(shard)
+        sums = [sum_of(owner, shard, grads).clone() for grads in rounds]
+        expected = functools.reduce(torch.add, sums)
+        assert owned.total is not None
+        for part in owned.slices:
+            assert torch.equal(owned.total[part.start : part.stop], expected[part.start : part.stop])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("world", [2, 9, 17])
-def test_rounds_are_added_one_after_the_other_and_each_frees_what_ranks_pushed(world: int, dtype: torch.dtype) -> None:
-    spec = make_spec(world, dtypes=(dtype,) * 3, accumulation_steps=3)
+@pytest.mark.parametrize("steps", [1, 3])
+def test_rounds_are_added_one_after_the_other_and_each_frees_what_ranks_pushed(
+    steps: int, world: int, dtype: torch.dtype
+) -> None:
+    spec = make_spec(world, dtypes=(dtype,) * 3, accumulation_steps=steps)
     rounds = rounds_of(spec)
     with owner_of(spec) as owner:
         for seq, grads in enumerate(rounds):
             for rank, mine in enumerate(grads):
                 assert (held(owner) > 0) is (rank > 0)
                 owner.push(rank, mine, seq=seq)
-                drain(owner)
+                owner.drain()
             assert held(owner) == 0
-            for shard in spec.layout.shards:
-                require_rounds(owner, shard.index, rounds[: seq + 1])
-        owner.collect(pushes=3).result(WAIT)
-
-
-def test_a_rank_that_is_ahead_keeps_its_pushes_and_the_order_stays() -> None:
-    spec = make_spec(3, accumulation_steps=3)
-    rounds = rounds_of(spec)
-    with owner_of(spec) as owner:
-        for rank in (2, 0, 1):
-            before = held(owner)
-            for seq in range(3):
-                owner.push(rank, rounds[seq][rank], seq=seq)
-            drain(owner)
-            assert held(owner) > before or rank == 1
-        assert held(owner) == 0
-        owner.collect(pushes=3).result(WAIT)
-        for shard in spec.layout.shards:
-            require_rounds(owner, shard.index, rounds)
+            require_rounds(owner, rounds[: seq + 1])
+        owner.collect(pushes=steps).result(WAIT)
 
 
 def test_a_parameter_that_only_some_rounds_have_is_their_sum_alone() -> None:
@@ -244,33 +151,13 @@ def test_a_parameter_that_only_some_rounds_have_is_their_sum_alone() -> None:
         for seq, grads in enumerate((lacking, second)):
             for rank, mine in enumerate(grads):
                 owner.push(rank, mine, seq=seq)
-            drain(owner)
+            owner.drain()
         for shard in spec.layout.shards_by_unit[1]:
             owned, expected = owner.service.shard(shard.index), sum_of(owner, shard.index, second)
             assert owned.total is not None
             for part in owned.slices:
                 if part.slot == 1:
                     assert torch.equal(owned.total[part.start : part.stop], expected[part.start : part.stop])
-
-
-def test_norm_parts_of_several_rounds_are_those_of_the_total() -> None:
-    spec = make_spec(3, accumulation_steps=2)
-    clamp = Clamp(scale=1 / 3, limit=0.5)
-    for wanted in (None, clamp):
-        with owner_of(spec) as owner:
-            for seq, grads in enumerate(rounds_of(spec)):
-                for rank, mine in enumerate(grads):
-                    owner.push(rank, mine, seq=seq)
-            drain(owner)
-            reports = tuple(replace(report, clamp=wanted) for report in owner.reports(pushes=2))
-            found = {part[:2]: part[2] for part in owner.service.collect(0, reports).result(WAIT).parts}
-            squares = choose_squares(owner.service.kernel)
-            for shard in spec.layout.shards:
-                owned = owner.service.shard(shard.index)
-                assert owned.total is not None
-                for part in owned.slices:
-                    [expected] = squares.parts([owned.total], (0,), [(part.start, part.stop)], wanted)
-                    assert found[shard.index, part.slot] == expected
 
 
 class Watched:
@@ -289,18 +176,17 @@ def test_only_the_last_round_that_is_planned_is_squared_or_the_total_where_ranks
     pushes: int, squared: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the same bits. A push more than planned is that of step()."""
-    spec = make_spec(2, accumulation_steps=3)
-    with owner_of(spec) as owner:
+    with owner_of(make_spec(2, accumulation_steps=3)) as owner:
         watched = Watched(owner.service._attached().contributions.sums._squares)
         monkeypatch.setattr(owner.service._attached().contributions.sums, "_squares", watched)
         for seq in range(pushes):
             for rank in range(2):
-                owner.push(rank, random_grads(spec, 10 * seq + rank), seq=seq)
-            drain(owner)
+                owner.push(rank, random_grads(owner.spec, 10 * seq + rank), seq=seq)
+            owner.drain()
             assert bool(watched.of) is (seq >= 2)
         found = {part[:2]: part[2] for part in owner.collect(pushes=pushes).result(WAIT).parts}
-        drain(owner)
-        trained = [shard for shard in spec.layout.shards if spec.layout.units[shard.unit].trainable]
+        owner.drain()
+        trained = [shard for shard in owner.spec.layout.shards if owner.spec.layout.units[shard.unit].trainable]
         assert watched.of == [squared] * len(trained) * max(1, pushes - 2)
         squares = choose_squares(owner.service.kernel)
         for shard in trained:
@@ -318,26 +204,22 @@ def test_ranks_that_push_less_than_others_are_resolved_by_their_finishes() -> No
         for rank in range(3):
             for seq in range(pushes[rank]):
                 owner.push(rank, rounds[seq][rank], seq=seq)
-        drain(owner)
+        owner.drain()
         reports = tuple(
             replace(report, counts=(pushes[rank],) * len(report.counts)) for rank, report in enumerate(owner.reports())
         )
         owner.service.collect(0, reports).result(WAIT)
         assert held(owner) == 0
-        for shard in spec.layout.shards:
-            require_rounds(
-                owner, shard.index, [[rounds[0][0], rounds[0][2]], [rounds[1][0], rounds[1][2]], [rounds[2][0]]]
-            )
+        require_rounds(owner, [[rounds[0][0], rounds[0][2]], [rounds[1][0], rounds[1][2]], [rounds[2][0]]])
 
 
 def test_one_push_more_than_backwards_were_planned_is_taken_and_no_other() -> None:
     """step() itself may find gradients that were set by hand."""
-    spec = make_spec(2, accumulation_steps=2)
-    with owner_of(spec) as owner:
+    with owner_of(make_spec(2, accumulation_steps=2)) as owner:
         for seq in range(3):
-            owner.push(0, of_ranks(spec)[0], seq=seq)
+            owner.push(0, of_ranks(owner.spec)[0], seq=seq)
         with pytest.raises(AccumulationError, match=r"4 times in step 0, but 2 backwards a step were planned"):
-            owner.push(0, of_ranks(spec)[0], seq=3)
+            owner.push(0, of_ranks(owner.spec)[0], seq=3)
 
 
 @pytest.mark.parametrize("number", [1, 2])
@@ -349,11 +231,10 @@ def test_what_all_ranks_discard_after_some_rounds_is_added_up_again(number: int)
             for seq, grads in enumerate(mine):
                 for rank in range(2):
                     owner.push(rank, grads[rank], attempt=attempt, seq=seq)
-                drain(owner)
+                owner.drain()
                 assert held(owner) == 0
         owner.service.collect(0, owner.reports(pushes=number, attempts=[1, 1])).result(WAIT)
-        for shard in spec.layout.shards:
-            require_rounds(owner, shard.index, rounds)
+        require_rounds(owner, rounds)
 
 
 def test_a_later_life_repeats_the_rounds_that_the_total_has_and_goes_on() -> None:
@@ -363,14 +244,13 @@ def test_a_later_life_repeats_the_rounds_that_the_total_has_and_goes_on() -> Non
         for seq in range(2):
             for rank in range(2):
                 owner.push(rank, rounds[seq][rank], seq=seq)
-            drain(owner)
+            owner.drain()
         for seq in range(3):
             owner.push(1, random_grads(spec, 77) if seq < 2 else rounds[seq][1], attempt=ATTEMPTS, seq=seq)
         owner.push(0, rounds[2][0], seq=2)
-        drain(owner)
+        owner.drain()
         owner.service.collect(0, owner.reports(pushes=3, attempts=[0, ATTEMPTS])).result(WAIT)
-        for shard in spec.layout.shards:
-            require_rounds(owner, shard.index, rounds)
+        require_rounds(owner, rounds)
         owner.service.apply(replace(owner.decision(), attempts=(0, ATTEMPTS))).result(WAIT)
         owner.read_all(1)
         assert held(owner) == 0
@@ -386,76 +266,12 @@ def test_a_later_life_may_go_on_behind_the_rounds_that_the_total_has() -> None:
         for seq in range(2):
             for rank in range(2):
                 owner.push(rank, rounds[seq][rank], seq=seq)
-            drain(owner)
+            owner.drain()
         owner.push(0, rounds[2][0], seq=2)
         discarded = owner.header(1, 1, 0, rounds[2][1], attempt=1, seq=2)
         assert not owner.service.reserve_when_free(discarded, spec.layout.shards_by_unit[1][0].index).done()
         owner.push(1, rounds[2][1], attempt=ATTEMPTS, seq=2)
         owner.service.collect(0, owner.reports(pushes=3, attempts=[0, ATTEMPTS])).result(WAIT)
-        for shard in spec.layout.shards:
-            require_rounds(owner, shard.index, rounds)
+        require_rounds(owner, rounds)
     of_one = [word for shard, word in told if shard == 0]
     assert of_one == [total_word(0, 0, number) for number in (1, 2, 3)]
-
-
-class Room:
-    """Of a total: what became of its memory."""
-
-    def __init__(self) -> None:
-        self.seen: list[str] = []
-
-    def restore(self) -> None:
-        self.seen.append("restore")
-
-    def give_back(self, used: int) -> None:
-        assert used == 0
-        self.seen.append("give back")
-
-
-def test_totals_are_given_back_between_two_steps_and_never_while_they_are_needed() -> None:
-    spec = make_spec(2)
-    grads = of_ranks(spec)
-    recorder = MemoryRecorder()
-    with owner_of(spec, recorder=recorder) as owner:
-        sums = owner.service._attached().contributions.sums
-        owned = [shard for shard in owner.service._attached().model.shards.values() if shard.trainable]
-        rooms = {shard.shard.index: Room() for shard in owned}
-        for shard in owned:
-            shard.total_room = rooms[shard.shard.index]
-
-        def rest() -> float:
-            """The owner has nothing to do; returns the bytes of totals that it says it has."""
-            owner.service._updater.submit(sums.give_back_totals)
-            drain(owner)
-            return recorder.gauges()[MEMORY_BYTES][("kind", "grad"), ("tier", "ram")] - sums.spare.bytes
-
-        def seen() -> list[list[str]]:
-            found = [room.seen[:] for room in rooms.values()]
-            for room in rooms.values():
-                room.seen.clear()
-            return found
-
-        assert (rest(), rest()) == (0, 0)
-        assert seen() == [["give back"]] * len(rooms), "before the first step"
-        for step in range(2):
-            for rank, mine in enumerate(grads):
-                owner.push(rank, mine, step)
-            drain(owner)
-            assert rest() > 0
-            assert seen() == [["restore"]] * len(rooms), "the open step's are needed"
-            owner.collect(step).result(WAIT)
-            rest()
-            assert seen() == [[]] * len(rooms)
-            for shard in spec.layout.shards:
-                require_sum(owner, shard.index, grads)
-            owner.service.apply(owner.decision(step)).result(WAIT)
-            drain(owner)
-            if step:  # owners change: the memory will be others'
-                owner.service._updater.submit(sums.stand_still)
-                assert rest() > 0
-                sums.go_on()
-            assert rest() == 0
-            assert seen() == [["give back"]] * len(rooms)
-        owner.service._updater.submit(sums.stand_still)
-        drain(owner)
-        assert seen() == [["restore"]] * len(rooms), "others read them"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -41,11 +40,6 @@ def test_a_group_larger_than_a_slab_gets_a_larger_one_for_itself() -> None:
     plan = plan_arena([group(page, name="a"), group(9 * page, name="b"), group(page, name="c")], slab_bytes=4 * PAGE)
     assert [place.slab for place in plan.places.values()] == [0, 1, 2]
     assert plan.slabs == (PAGE, 9 * PAGE, PAGE)
-
-
-def test_two_pieces_with_one_key_are_our_bug() -> None:
-    with pytest.raises(AssertionError, match="two pieces have key"):
-        plan_arena([group(1), group(1)])
 
 
 GROUPS = st.lists(

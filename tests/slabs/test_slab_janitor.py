@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rayzero.slabs.sweep import Hold, SlabJanitor, clear_up, held_in, main, sweep
+from rayzero.slabs.sweep import SlabJanitor, clear_up, held_in, main, sweep
 from tests.support.waiting import until
 
 from .test_hold import leave, made
@@ -135,22 +135,6 @@ def test_a_process_that_ends_removes_nothing_of_other_runs(tmp_path: Path) -> No
     ours = leave(tmp_path, "A")
     SlabJanitor(tmp_path, "A", 0.0).close()
     assert (theirs.exists(), ours.exists()) == (True, False)
-
-
-def test_an_awaited_slab_is_let_go_when_the_patience_is_over(tmp_path: Path) -> None:
-    """Not before, though a sweep comes."""
-    awaited = leave(tmp_path, "one")
-    waits = threading.Thread(target=clear_up, args=(tmp_path, "one", 0.3, Hold(tmp_path, "one")))
-    waits.start()
-    assert sweep(tmp_path) == []
-    assert awaited.exists()
-    waits.join(30)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_who_is_released_leaves_no_hold(tmp_path: Path, makers: list, patient: psutil.Process) -> None:
-    makers[0].communicate("end\n", timeout=30)
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("patience_s", [0.0, 0.01])

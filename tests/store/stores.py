@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import secrets
+import textwrap
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+
+from forked import Forked, forked
 
 from rayzero.config.zero import HostPush
 from rayzero.owner.owned_model import OwnerTerms
@@ -25,6 +28,8 @@ from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.remote.remote_connection import RankTerms, RemoteConnection
 from rayzero.store.shm.signals import why_no_sharing
 from rayzero.telemetry.recorder import Recorder
+
+from .proxy import Proxy
 
 # Its own: other tests run beside, and ports are given out again. Processes that these tests start have the same.
 TOKEN = os.environ.setdefault("RAYZERO_TEST_TOKEN", f"the token of test run {secrets.token_hex(8)}")
@@ -65,15 +70,48 @@ def serving(
 
 @contextmanager
 def connected(
-    servers: Sequence[OwnerServer], world_size: int = 1, ownership: Ownership | None = None, **options: Any
+    owners: Sequence[OwnerServer | Proxy | str],
+    world_size: int = 1,
+    ownership: Ownership | None = None,
+    **options: Any,
 ) -> Iterator[list[RankStore]]:
-    """One store a rank. ``options``: see ``RankTerms``."""
+    """One store a rank. ``owners``: servers of them, proxies before them, or addresses. ``options``: see
+    ``RankTerms``."""
     with ExitStack() as stack:
-        addresses, terms = [server.address for server in servers], RankTerms(**{"token": TOKEN} | options)
+        addresses = [each if isinstance(each, str) else each.address for each in owners]
+        terms = RankTerms(**{"token": TOKEN} | options)
         stores = [RankStore(RemoteConnection(rank, addresses, terms, ownership)) for rank in range(world_size)]
         for store in stores:
             stack.callback(store.close)
         yield stores
+
+
+@contextmanager
+def owner_process(
+    owner: int, num_owners: int = 2, share: Path | None = None, first: str = ""
+) -> Iterator[tuple[Forked, str]]:
+    """An owner in a process of its own; its address. It is told its peers on its standard input, and says that it is
+    connected. ``first``: a program that it runs before."""
+    program = f"""
+        from pathlib import Path
+        from rayzero.store.owner.server import serve_models
+        from rayzero.store.owner.hosted import HostedModels
+        models = HostedModels({owner}, {num_owners}, share={f"Path({str(share)!r})" if share else None})
+        server = serve_models(models, token={TOKEN!r})
+        print(server.address, flush=True)
+        server.connect_peers(input().split())
+        print("connected", flush=True)
+        input()
+    """
+    with forked(textwrap.dedent(first) + textwrap.dedent(program)) as process:
+        yield process, process.said()
+
+
+def connect(processes: Sequence[Forked], addresses: Sequence[str]) -> None:
+    """Tell owners their peers."""
+    for process in processes:
+        process.say(*addresses)
+        assert process.said() == "connected"
 
 
 class Stores(list[ParameterStore]):

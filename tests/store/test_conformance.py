@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from functools import partial
@@ -45,6 +45,7 @@ from rayzero.protocol.messages import (
     EditKind,
     FileEntry,
     ModelSpec,
+    Norm,
     StepInputs,
 )
 from rayzero.store.rank.rank_store import RankStore
@@ -56,14 +57,17 @@ from store.toy import (
     Grads,
     PlainAdamW,
     Rank,
+    ask_norms,
     equal,
     flatten,
     initial_values,
     make_large_spec,
     make_spec,
     masters,
+    push_all,
     random_grads,
     start,
+    started,
     take_step,
 )
 from tests.support.leftovers import threads, threads_left
@@ -74,8 +78,7 @@ BF16 = torch.bfloat16
 
 def train(make_stores: StoreFactory, spec: ModelSpec, num_owners: int, schedule: Sequence[Sequence[Grads]]) -> Grads:
     """Run whole steps with clipping and return the masters."""
-    with make_stores(spec.world_size, num_owners) as stores:
-        ranks = start(stores, spec)
+    with started(make_stores(spec.world_size, num_owners), spec) as ranks:
         for grads in schedule:
             take_step(ranks, grads, 0.5)
         return masters(ranks[0])
@@ -89,13 +92,11 @@ def random_schedule(spec: ModelSpec, steps: int = 3) -> list[list[Grads]]:
 
 
 def test_a_step_reads_version_n_and_publishes_n_plus_1(make_stores: StoreFactory) -> None:
-    spec = make_spec(1)
-    with make_stores(1, 2) as stores:
-        (rank,) = start(stores, spec)
-        assert equal(rank.fetch(0), initial_values(spec))
-        norm = take_step([rank], [random_grads(spec, 1)])
+    with started(make_stores(1, 2), make_spec(1)) as (rank,):
+        assert equal(rank.fetch(0), initial_values(rank.spec))
+        norm = take_step([rank], [random_grads(rank.spec, 1)])
         assert norm.step == 0
-        assert not equal(rank.fetch(1), initial_values(spec))
+        assert not equal(rank.fetch(1), initial_values(rank.spec))
         assert equal(rank.fetch(1), masters(rank, 1))
 
 
@@ -104,8 +105,7 @@ def test_a_shard_of_several_chunks_arrives_whole(make_stores: StoreFactory) -> N
     spec = make_large_spec()
     grads, plain = random_grads(spec, 1), PlainAdamW(spec, fused=True)
     plain.step([grads])
-    with make_stores(1, 2) as stores:
-        (rank,) = start(stores, spec)
+    with started(make_stores(1, 2), spec) as (rank,):
         assert equal(rank.fetch(0), initial_values(spec))
         take_step([rank], [grads])
         assert equal(masters(rank), plain.values)
@@ -116,11 +116,9 @@ def test_a_shard_of_several_chunks_arrives_whole(make_stores: StoreFactory) -> N
 
 
 def test_frozen_units_are_published_and_never_updated(make_stores: StoreFactory) -> None:
-    spec = make_spec(1, frozen=[1], dtypes=[torch.float32, BF16, BF16])
-    with make_stores(1, 2) as stores:
-        (rank,) = start(stores, spec)
+    with started(make_stores(1, 2), make_spec(1, frozen=[1], dtypes=[torch.float32, BF16, BF16])) as (rank,):
         before = rank.fetch(0)
-        take_step([rank], [random_grads(spec, 1)])
+        take_step([rank], [random_grads(rank.spec, 1)])
         after = rank.fetch(1)
         for unit, (_, params) in enumerate(UNITS):
             for name, shape in params:
@@ -142,20 +140,16 @@ def test_a_unit_without_elements_is_pushed_like_any_other(make_stores: StoreFact
 
 
 def test_bf16_units_publish_their_fp32_master_rounded(make_stores: StoreFactory) -> None:
-    spec = make_spec(2, dtypes=[BF16, BF16, torch.float32])
-    with make_stores(2, 2) as stores:
-        ranks = start(stores, spec)
-        take_step(ranks, [random_grads(spec, 1), random_grads(spec, 2)])
+    with started(make_stores(2, 2), make_spec(2, dtypes=[BF16, BF16, torch.float32])) as ranks:
+        take_step(ranks, [random_grads(ranks[0].spec, 1), random_grads(ranks[0].spec, 2)])
         master, compute = masters(ranks[0]), ranks[1].fetch()
         assert any(not torch.equal(value, value.bfloat16().float()) for value in master.values())
         assert equal({name: value.to(compute[name].dtype) for name, value in master.items()}, compute)
 
 
 def test_moments_can_be_fetched_by_name(make_stores: StoreFactory) -> None:
-    spec = make_spec(1)
-    with make_stores(1, 2) as stores:
-        (rank,) = start(stores, spec)
-        grads = random_grads(spec, 1)
+    with started(make_stores(1, 2), make_spec(1)) as (rank,):
+        grads = random_grads(rank.spec, 1)
         take_step([rank], [grads])
         assert all(torch.allclose(v, 0.1 * grads[n]) for n, v in rank.fetch(1, "exp_avg").items())
         with pytest.raises(
@@ -169,8 +163,7 @@ def test_moments_can_be_fetched_by_name(make_stores: StoreFactory) -> None:
 
 def test_a_rank_that_skips_units_and_waits_blocks_nobody(make_stores: StoreFactory) -> None:
     spec = make_spec(3)
-    with make_stores(3, 2) as stores:
-        slow, skipping, other = start(stores, spec)
+    with started(make_stores(3, 2), spec) as (slow, skipping, other):
         grads = random_grads(spec, 1)
         skipping.push(grads, [2])  # units 0 and 1 never come from this rank
         norm = skipping.finish()
@@ -188,11 +181,9 @@ def test_a_rank_that_skips_units_and_waits_blocks_nobody(make_stores: StoreFacto
 
 @pytest.mark.promise("hidden", "transports")
 def test_a_rank_pushes_everything_while_the_others_have_not_begun(make_stores: StoreFactory) -> None:
-    spec = make_spec(3, accumulation_steps=3)
-    with make_stores(3, 2) as stores:
-        ranks = start(stores, spec)
+    with started(make_stores(3, 2), make_spec(3, accumulation_steps=3)) as ranks:
         for seed in range(3):
-            ranks[2].push(random_grads(spec, seed))  # waits for each
+            ranks[2].push(random_grads(ranks[0].spec, seed))  # waits for each
 
 
 # ---- rule 2: rounds of pushes, each one sum across ranks in fixed groups
@@ -221,8 +212,7 @@ def test_accumulation_adds_rounds_each_in_rank_order(
     spec = make_spec(3, accumulation_steps=3, dtypes=[dtype] * 3, **PLAIN)
     rounds = [[random_grads(spec, 10 * rank + seq) for rank in range(3)] for seq in range(3)]
     arrivals = [(1, 0), (0, 0), (1, 1), (2, 0), (0, 1), (1, 2), (2, 1), (0, 2), (2, 2)]
-    with make_stores(3, owners) as stores:
-        ranks = start(stores, spec)
+    with started(make_stores(3, owners), spec) as ranks:
         for rank, seq in arrivals:
             ranks[rank].push(rounds[seq][rank])
         for rank in ranks:
@@ -236,8 +226,7 @@ def test_accumulation_adds_rounds_each_in_rank_order(
 def test_a_backward_may_be_pushed_while_the_one_before_is_on_its_way(make_stores: StoreFactory) -> None:
     spec = make_spec(2, accumulation_steps=3, **PLAIN)
     rounds = [[random_grads(spec, 10 * rank + seq) for rank in range(2)] for seq in range(3)]
-    with make_stores(2, 2) as stores:
-        ranks = start(stores, spec)
+    with started(make_stores(2, 2), spec) as ranks:
         for rank, mine in zip(ranks, zip(*rounds, strict=True), strict=True):
             for future in [rank.push_unit(unit, grads) for unit in range(3) for grads in mine]:
                 future.result(WAIT)
@@ -252,8 +241,7 @@ def test_what_is_in_totals_takes_no_memory_of_ranks(make_stores: StoreFactory, m
     """Wherever the owners are: each round lies where the one before did."""
     monkeypatch.setattr(contributions, "EARLY", 1)
     spec = make_spec(2, accumulation_steps=4)
-    with make_stores(2, 2) as stores:
-        ranks = start(stores, spec)
+    with started(make_stores(2, 2), spec) as ranks:
         for seq in range(4):
             for rank in ranks:
                 rank.push(random_grads(spec, 10 * rank.rank + seq))
@@ -275,11 +263,9 @@ def test_what_is_in_totals_takes_no_memory_of_ranks(make_stores: StoreFactory, m
 def test_sums_across_ranks_run_in_groups_of_8(make_stores: StoreFactory, steps: int) -> None:
     spec = make_spec(10, accumulation_steps=steps, **PLAIN)
     rounds = [[random_grads(spec, 10 * seq + rank) for rank in range(10)] for seq in range(steps)]
-    with make_stores(10, 2) as stores:
-        ranks = start(stores, spec)
+    with started(make_stores(10, 2), spec) as ranks:
         for grads in rounds:
-            for rank, mine in zip(ranks, grads, strict=True):
-                rank.push(mine)
+            push_all(ranks, grads)
         for rank in ranks:
             rank.finish()
         found = masters(ranks[0])
@@ -295,10 +281,8 @@ def test_sums_across_ranks_run_in_groups_of_8(make_stores: StoreFactory, steps: 
 
 @pytest.mark.promise("refused", "transports")
 def test_an_unplanned_second_backward_of_a_16_bit_unit_names_the_setting(make_stores: StoreFactory) -> None:
-    spec = make_spec(1, dtypes=[BF16, torch.float32, torch.float32])
-    with make_stores(1, 1) as stores:
-        (rank,) = start(stores, spec)
-        first, second = random_grads(spec, 1), random_grads(spec, 2)
+    with started(make_stores(1, 1), make_spec(1, dtypes=[BF16, torch.float32, torch.float32])) as (rank,):
+        first, second = random_grads(rank.spec, 1), random_grads(rank.spec, 2)
         rank.push(first)
         rank.push(second, [1, 2])  # fp32 memory adds in place
         with pytest.raises(AccumulationError, match=r"rank 0 pushed 'emb' 2 times.*gradient_accumulation_steps"):
@@ -309,10 +293,8 @@ def test_an_unplanned_second_backward_of_a_16_bit_unit_names_the_setting(make_st
 
 
 def test_a_finish_that_overtakes_its_pushes_waits_for_them(make_stores: StoreFactory) -> None:
-    spec = make_spec(1)
-    with make_stores(1, 2) as stores:
-        (rank,) = start(stores, spec)
-        grads = random_grads(spec, 1)
+    with started(make_stores(1, 2), make_spec(1)) as (rank,):
+        grads = random_grads(rank.spec, 1)
         rank.push(grads, [2])
         early = replace(rank.report(), counts=(1, 1, 1))
         norm = rank.store.finish(early, None)
@@ -328,8 +310,7 @@ def test_pushes_of_one_unit_may_arrive_in_any_order(make_stores: StoreFactory) -
     first, second = random_grads(spec, 1), random_grads(spec, 2)
     results = []
     for order in ((0, 1), (1, 0)):
-        with make_stores(1, 2) as stores:
-            (rank,) = start(stores, spec)
+        with started(make_stores(1, 2), spec) as (rank,):
             landed = [rank.push_unit(1, (first, second)[seq], seq=seq) for seq in order]
             for future in landed:
                 future.result(WAIT)
@@ -344,8 +325,7 @@ def test_late_duplicates_change_nothing(make_stores: StoreFactory) -> None:
     schedule = random_schedule(spec, 2)
 
     def run(duplicates: bool) -> Grads:
-        with make_stores(2, 2) as stores:
-            ranks = start(stores, spec)
+        with started(make_stores(2, 2), spec) as ranks:
             for grads in schedule:
                 for rank, mine in zip(ranks, grads, strict=True):
                     rank.fetch()
@@ -365,11 +345,9 @@ def test_late_duplicates_change_nothing(make_stores: StoreFactory) -> None:
 
 
 def test_a_rank_that_pushed_more_than_it_counted_is_named(make_stores: StoreFactory) -> None:
-    spec = make_spec(1, accumulation_steps=2)
-    with make_stores(1, 2) as stores:
-        (rank,) = start(stores, spec)
-        rank.push(random_grads(spec, 1))
-        rank.push(random_grads(spec, 2))
+    with started(make_stores(1, 2), make_spec(1, accumulation_steps=2)) as (rank,):
+        rank.push(random_grads(rank.spec, 1))
+        rank.push(random_grads(rank.spec, 2))
         norm = rank.store.finish(replace(rank.report(), counts=(1, 1, 1)), None)
         with pytest.raises(StepMismatchError, match=r"rank 0 finished step 0 with 1 pushes of '.*', but 2 arrived"):
             norm.result(WAIT)
@@ -381,8 +359,7 @@ def test_a_rank_that_pushed_more_than_it_counted_is_named(make_stores: StoreFact
 def test_a_lower_attempt_counts_no_more(make_stores: StoreFactory) -> None:
     spec = make_spec(2)
     kept, dropped = random_schedule(spec, 2)
-    with make_stores(2, 2) as stores:
-        ranks = start(stores, spec)
+    with started(make_stores(2, 2), spec) as ranks:
         ranks[0].push(dropped[0])
         ranks[0].zero_grad()  # rank 1 does not notice
         ranks[1].push(kept[1])
@@ -398,12 +375,9 @@ def test_a_lower_attempt_counts_no_more(make_stores: StoreFactory) -> None:
 def test_all_ranks_may_discard_after_the_norm_and_try_again(make_stores: StoreFactory) -> None:
     spec = make_spec(2)
     dropped, kept = random_schedule(spec, 2)
-    with make_stores(2, 2) as stores:
-        ranks = start(stores, spec)
-        for rank, grads in zip(ranks, dropped, strict=True):
-            rank.push(grads)
-        for norm in [rank.ask_norm() for rank in ranks]:
-            norm.result(WAIT)
+    with started(make_stores(2, 2), spec) as ranks:
+        push_all(ranks, dropped)
+        ask_norms(ranks)
         ranks[0].discard().result(WAIT)
         ranks[0].push(kept[0])
         ahead = ranks[0].ask_norm()  # its second try, while rank 1 has not discarded its first
@@ -420,12 +394,10 @@ def test_all_ranks_may_discard_after_the_norm_and_try_again(make_stores: StoreFa
 
 def test_some_discard_and_some_commit_fails_all_naming_them(make_stores: StoreFactory) -> None:
     spec = make_spec(3)
-    with make_stores(3, 2) as stores:
-        ranks = start(stores, spec)
+    with started(make_stores(3, 2), spec) as ranks:
         for rank in ranks:
             rank.push(random_grads(spec, 1))
-        for norm in [rank.ask_norm() for rank in ranks]:
-            norm.result(WAIT)
+        ask_norms(ranks)
         ranks[1].discard().result(WAIT)
         commits = [ranks[0].commit(), ranks[2].commit()]
         for commit in commits:
@@ -436,8 +408,7 @@ def test_some_discard_and_some_commit_fails_all_naming_them(make_stores: StoreFa
 def test_repeated_clips_multiply(make_stores: StoreFactory) -> None:
     spec = make_spec(1)
     grads = random_grads(spec, 1)
-    with make_stores(1, 1) as stores:
-        (rank,) = start(stores, spec)
+    with started(make_stores(1, 1), spec) as (rank,):
         rank.push(grads)
         norm = rank.ask_norm().result(WAIT)
         decision = rank.commit(2.0, 0.5, 1.0).result(WAIT)
@@ -453,10 +424,8 @@ def test_a_second_finish_gives_the_norm_of_what_a_clamp_leaves(make_stores: Stor
     summed = [sum(grads[name] for grads in schedule) for name in schedule[0]]
     expected = torch.cat([(grad * 0.5).clamp(-0.3, 0.3).flatten() for grad in summed]).double().norm()
     edits = (Edit(EditKind.CLIP_VALUE, 0.3), Edit(EditKind.CLIP_NORM, 0.1))
-    with make_stores(2, 2) as stores:
-        ranks = start(stores, spec)
-        for rank, grads in zip(ranks, schedule, strict=True):
-            rank.push(grads)
+    with started(make_stores(2, 2), spec) as ranks:
+        push_all(ranks, schedule)
         first = [rank.ask_norm() for rank in ranks]
         assert first[0].result(WAIT).total > float(expected)
         again = [rank.store.finish(replace(rank.report(), clamp=clamp), None) for rank in ranks]
@@ -468,43 +437,12 @@ def test_a_second_finish_gives_the_norm_of_what_a_clamp_leaves(make_stores: Stor
         assert (decisions[0].scale, decisions[0].limit) == (pytest.approx(0.5 * factor), pytest.approx(0.3 * factor))
 
 
-def test_a_rank_that_goes_on_without_a_clip_of_the_others_is_named(make_stores: StoreFactory) -> None:
-    spec = make_spec(2)
-    with make_stores(2, 1) as stores:
-        ranks = start(stores, spec)
-        for norm in [rank.ask_norm() for rank in ranks]:
-            norm.result(WAIT)
-        asked = ranks[0].store.finish(replace(ranks[0].report(), clamp=Clamp(scale=0.5, limit=0.3)), None)
-        commit = ranks[1].commit()
-        for future in (asked, commit):
-            with pytest.raises(StepMismatchError, match=r"ranks \[0\] clipped by norm after .* ranks \[1\]"):
-                future.result(WAIT)
-
-
-def test_different_clamps_are_named(make_stores: StoreFactory) -> None:
-    spec = make_spec(2)
-    with make_stores(2, 1) as stores:
-        ranks = start(stores, spec)
-        for norm in [rank.ask_norm() for rank in ranks]:
-            norm.result(WAIT)
-        asked = [
-            rank.store.finish(replace(rank.report(), clamp=Clamp(scale=0.5, limit=limit)), None)
-            for rank, limit in zip(ranks, (0.3, 0.4), strict=True)
-        ]
-        for norm in asked:
-            with pytest.raises(StepMismatchError, match=r"ranks [01] and [01] clip different gradients by norm"):
-                norm.result(WAIT)
-
-
 def test_finish_and_commit_in_one_message_equal_two(make_stores: StoreFactory) -> None:
     spec = make_spec(2)
     grads = random_schedule(spec, 1)[0]
-    with make_stores(2, 2) as stores:
-        ranks = start(stores, spec)
-        for rank, mine in zip(ranks, grads, strict=True):
-            rank.push(mine)
-        for norm in [rank.ask_norm() for rank in ranks]:
-            norm.result(WAIT)
+    with started(make_stores(2, 2), spec) as ranks:
+        push_all(ranks, grads)
+        ask_norms(ranks)
         for decision in [rank.commit(0.5) for rank in ranks]:
             decision.result(WAIT)
         found = masters(ranks[0])
@@ -516,8 +454,7 @@ def test_finish_and_commit_in_one_message_equal_two(make_stores: StoreFactory) -
 
 def test_different_inputs_fail_the_step_before_the_first_tile(make_stores: StoreFactory) -> None:
     spec = make_spec(3)
-    with make_stores(3, 2) as stores:
-        ranks = start(stores, spec)
+    with started(make_stores(3, 2), spec) as ranks:
         for rank in ranks:
             rank.push(random_grads(spec, 1))
         norms = [ranks[0].finish(1.0), ranks[1].finish(1.0), ranks[2].finish(1.0, hyper=[HYPER | {"lr": 0.5}])]
@@ -530,36 +467,56 @@ def test_different_inputs_fail_the_step_before_the_first_tile(make_stores: Store
         assert equal(ranks[1].fetch(0), initial_values(spec))
 
 
-def test_different_clips_are_named(make_stores: StoreFactory) -> None:
-    spec = make_spec(2)
-    with make_stores(2, 1) as stores:
-        ranks = start(stores, spec)
-        norms = [ranks[0].finish(1.0), ranks[1].finish()]
-        with pytest.raises(StepMismatchError, match=r"ranks 0 and 1 .*\['clip_norm 1.0'\] against \[\]"):
-            norms[1].result(WAIT)
+def clamped(rank: Rank, limit: float) -> Future[Norm]:
+    """Ask for the norm of what a clamp leaves."""
+    return rank.store.finish(replace(rank.report(), clamp=Clamp(scale=0.5, limit=limit)), None)
 
 
-def test_ranks_at_different_steps_fail_by_name(make_stores: StoreFactory) -> None:
-    spec = make_spec(2)
-    with make_stores(2, 1) as stores:
-        ranks = start(stores, spec)
-        waiting = ranks[0].finish()
-        ranks[1].step = 3
-        with pytest.raises(StepMismatchError, match="rank 1 is in step 3, but step 0 is not decided yet: rank"):
-            ranks[1].finish().result(WAIT)
-        with pytest.raises(StepMismatchError, match="rank 1 is in step 3"):
-            waiting.result(WAIT)
+def ahead(rank: Rank) -> Rank:
+    """The same, some steps further."""
+    rank.step = 3
+    return rank
+
+
+DISAGREE: dict[str, tuple[bool, Callable[[Rank, Rank], Sequence[Future[Any]]], str]] = {
+    "clips": (False, lambda a, b: [a.finish(1.0), b.finish()], r"ranks 0 and 1 .*\['clip_norm 1.0'\] against \[\]"),
+    "steps": (
+        False,
+        lambda a, b: [a.finish(), ahead(b).finish()],
+        "rank 1 is in step 3, but step 0 is not",
+    ),
+    "clamps": (
+        True,
+        lambda a, b: [clamped(a, 0.3), clamped(b, 0.4)],
+        r"ranks [01] and [01] clip different gradients by norm",
+    ),
+    "a clip that only one makes": (
+        True,
+        lambda a, b: [clamped(a, 0.3), b.commit()],
+        r"ranks \[0\] clipped by norm after .* ranks \[1\]",
+    ),
+}
+"""What two ranks do -> whether they have had a norm, their calls, the error of both."""
+
+
+@pytest.mark.parametrize("what", DISAGREE)
+def test_ranks_that_disagree_are_named_to_both(make_stores: StoreFactory, what: str) -> None:
+    after_norm, calls, said = DISAGREE[what]
+    with started(make_stores(2, 1), make_spec(2)) as ranks:
+        if after_norm:
+            ask_norms(ranks)
+        for asked in calls(*ranks):
+            with pytest.raises(StepMismatchError, match=said):
+                asked.result(WAIT)
 
 
 def test_a_rank_that_leaves_fails_the_others_at_once_by_name(make_stores: StoreFactory) -> None:
-    spec = make_spec(3)
-    with make_stores(3, 2) as stores:
-        ranks = start(stores, spec)
-        take_step(ranks, [random_grads(spec, 1)] * 3)
-        ranks[0].push(random_grads(spec, 2))
+    with started(make_stores(3, 2), make_spec(3)) as ranks:
+        take_step(ranks, [random_grads(ranks[0].spec, 1)] * 3)
+        ranks[0].push(random_grads(ranks[0].spec, 2))
         norm = ranks[0].finish()
-        next_version, published = ranks[0].fetch_unit(0)[0], stores[0].published(1, 2)
-        stores[2].close("its data ended")
+        next_version, published = ranks[0].fetch_unit(0)[0], ranks[0].store.published(1, 2)
+        ranks[2].store.close("its data ended")
         for future in (norm, next_version, published, ranks[1].finish()):
             with pytest.raises(
                 RankLeftError, match=r"rank 2 left after step 0 \(its data ended\), rank [01] is in step 1"
@@ -571,23 +528,19 @@ def test_a_rank_that_leaves_fails_the_others_at_once_by_name(make_stores: StoreF
 def test_a_step_is_decided_although_a_rank_left_after_its_finish(make_stores: StoreFactory) -> None:
     spec = make_spec(2)
     grads = random_schedule(spec, 1)[0]
-    with make_stores(2, 2) as stores:
-        ranks = start(stores, spec)
-        for rank, mine in zip(ranks, grads, strict=True):
-            rank.push(mine)
+    with started(make_stores(2, 2), spec) as ranks:
+        push_all(ranks, grads)
         ranks[0].finish(0.5)
-        stores[0].close()
+        ranks[0].store.close()
         ranks[1].finish(0.5).result(WAIT)
         found = masters(ranks[1])
     assert equal(found, train(make_stores, spec, 1, [grads]))
 
 
 def test_anyone_may_ask_for_a_decision_before_and_after_it_is_made(make_stores: StoreFactory) -> None:
-    spec = make_spec(2)
-    with make_stores(2, 2) as stores:
-        ranks = start(stores, spec)
+    with started(make_stores(2, 2), make_spec(2)) as ranks:
         early = ranks[1].store.decision(0)
-        take_step(ranks, [random_grads(spec, 1), random_grads(spec, 2)], 0.25)
+        take_step(ranks, [random_grads(ranks[0].spec, 1), random_grads(ranks[0].spec, 2)], 0.25)
         decision = early.result(WAIT)
         assert decision == ranks[0].store.decision(0).result(WAIT)
         assert (decision.step, decision.action, decision.attempts) == (0, Action.APPLY, (0, 0))
@@ -595,8 +548,7 @@ def test_anyone_may_ask_for_a_decision_before_and_after_it_is_made(make_stores: 
 
 def test_a_rank_without_gradients_may_be_a_step_ahead(make_stores: StoreFactory) -> None:
     spec = make_spec(2)
-    with make_stores(2, 2) as stores:
-        ahead, other = start(stores, spec)
+    with started(make_stores(2, 2), spec) as (ahead, other):
         norms = [ahead.finish(), ahead.finish()]
         for seed in (1, 2):
             other.fetch()
@@ -629,8 +581,7 @@ def test_the_norm_does_not_depend_on_owners_threads_or_arrival(make_stores: Stor
     grads = random_schedule(spec, 1)[0]
     totals = set()
     for num_owners, owner_threads, order in ((1, 1, (0, 1, 2)), (2, 2, (2, 1, 0)), (5, 2, (1, 0, 2))):
-        with make_stores(3, num_owners, owner_threads=owner_threads) as stores:
-            ranks = start(stores, spec)
+        with started(make_stores(3, num_owners, owner_threads=owner_threads), spec) as ranks:
             for unit in (2, 1, 0):
                 for rank in order:
                     ranks[rank].push_unit(unit, grads[rank]).result(WAIT)
@@ -644,8 +595,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step_for_all(make_stores: Store
     spec = make_spec(2)
     good, poisoned, last = random_schedule(spec, 3)
     poisoned[1]["layers.1.b"][3] = bad
-    with make_stores(2, 2) as stores:
-        ranks = start(stores, spec)
+    with started(make_stores(2, 2), spec) as ranks:
         take_step(ranks, good, 0.5)
         before = masters(ranks[0], 1)
         norm = take_step(ranks, poisoned, 0.5)
@@ -661,10 +611,8 @@ def test_nonfinite_raise_names_the_parameter_and_updates_nothing(make_stores: St
     spec = make_spec(2, nonfinite="raise")
     grads = random_schedule(spec, 1)[0]
     grads[0]["layers.0.b"][0] = torch.nan
-    with make_stores(2, 2) as stores:
-        ranks = start(stores, spec)
-        for rank, mine in zip(ranks, grads, strict=True):
-            rank.push(mine)
+    with started(make_stores(2, 2), spec) as ranks:
+        push_all(ranks, grads)
         norms = [rank.finish() for rank in ranks]
         for norm in norms:
             with pytest.raises(NonFiniteGradientError, match=r"step 0: the gradient of 'layers.0.b' is inf or nan"):
@@ -684,8 +632,7 @@ def test_a_parameter_without_any_gradient_stands_still(make_stores: StoreFactory
         names = absent.get(step, [("layers.0.b", "layers.1.w", "layers.1.b"), ("layers.0.s",)])
         schedule.append([{n: g for n, g in mine.items() if n not in names[i]} for i, mine in enumerate(grads)])
     plain = PlainAdamW(spec, fused=True)
-    with make_stores(2, 3) as stores:
-        ranks = start(stores, spec)
+    with started(make_stores(2, 3), spec) as ranks:
         for grads in schedule:
             take_step(ranks, grads, 0.5)
             plain.step(grads, 0.5)
@@ -698,10 +645,8 @@ def test_a_parameter_without_any_gradient_stands_still(make_stores: StoreFactory
 
 
 def test_a_version_that_is_overwritten_cannot_be_read(make_stores: StoreFactory) -> None:
-    spec = make_spec(1)
-    with make_stores(1, 2) as stores:
-        (rank,) = start(stores, spec)
-        take_step([rank], [random_grads(spec, 1)])
+    with started(make_stores(1, 2), make_spec(1)) as (rank,):
+        take_step([rank], [random_grads(rank.spec, 1)])
         rank.fetch(1)
         with pytest.raises(StoreError, match="'emb' v0 is gone: shard"):
             rank.fetch_unit(0, 0)[0].result(WAIT)
@@ -714,8 +659,7 @@ def test_a_checkpoint_is_exactly_its_version_although_ranks_go_on(
     spec = make_spec(2, dtypes=[torch.float32, BF16, torch.float32])
     schedule = random_schedule(spec, 3)
     directory = tmp_path / "step-000001"
-    with make_stores(2, num_owners) as stores:
-        ranks = start(stores, spec)
+    with started(make_stores(2, num_owners), spec) as ranks:
         take_step(ranks, schedule[0], 0.5)
         saves = []
         for rank in ranks:
@@ -733,8 +677,7 @@ def test_a_checkpoint_is_exactly_its_version_although_ranks_go_on(
         assert equal(saved, {name: once[name].flatten() for name in saved})
 
     for other in (1, 2):  # resumed with another number of owners
-        with make_stores(2, other) as stores:
-            ranks = start(stores, replace(spec, restore_from=str(directory)))
+        with started(make_stores(2, other), replace(spec, restore_from=str(directory))) as ranks:
             assert [rank.step for rank in ranks] == [1, 1]
             for grads in schedule[1:]:
                 take_step(ranks, grads, 0.5)
@@ -745,8 +688,7 @@ def test_the_same_save_again_is_another_save(make_stores: StoreFactory, tmp_path
     directory = tmp_path / "best"
     directory.mkdir()
     (directory / "notes").touch()  # of the user: nothing may be put there
-    with make_stores(2, 2) as stores:
-        ranks = start(stores, make_spec(2))
+    with started(make_stores(2, 2), make_spec(2)) as ranks:
 
         def save() -> list[Future[CheckpointInfo]]:
             staging = staging_path(directory)
@@ -780,8 +722,7 @@ def test_a_save_that_an_owner_failed_can_be_tried_again_by_a_rank_at_once(
         return rank.store.save(0, directory, (write_rank_state(staging_path(directory), rank.rank, {}, {}),))
 
     monkeypatch.setattr(snapshot, "write_tensors", fail_once)
-    with make_stores(2, 2) as stores:
-        ranks = start(stores, spec)
+    with started(make_stores(2, 2), spec) as ranks:
         saves = [ask(rank) for rank in ranks]
         again = []
         for rank, save in zip(ranks, saves, strict=True):
@@ -795,9 +736,8 @@ def test_a_save_that_an_owner_failed_can_be_tried_again_by_a_rank_at_once(
 
 
 def test_ranks_that_save_different_things_are_named(make_stores: StoreFactory, tmp_path: Path) -> None:
-    spec = make_spec(2)
     with make_stores(2, 1) as stores:
-        start(stores, spec)
+        start(stores, make_spec(2))
         asked = [stores[rank].save(0, tmp_path / f"step-00000{rank}", ()) for rank in range(2)]
         refused, _ = wait(asked, WAIT, FIRST_COMPLETED)  # the one that arrived last
         with pytest.raises(StepMismatchError, match=r"rank \d saves v0 to .*step-00000\d, rank \d saves v0 to"):
@@ -807,21 +747,30 @@ def test_ranks_that_save_different_things_are_named(make_stores: StoreFactory, t
 # ---- rule 8: waits name who waits for what
 
 
-def test_a_stalled_fetch_names_who_waits_for_what(make_stores: StoreFactory) -> None:
-    spec = make_spec(2)
-    with make_stores(2, 2, stall_timeout=0.3) as stores:
-        ranks = start(stores, spec)
-        waiting, _ = ranks[1].fetch_unit(1, 1)
-        with pytest.raises(StallError, match=r"rank 1 waits \S+ s for layers.0 v1 from optimizer \d: .*not decided"):
-            waiting.result(WAIT)
+STALLS: dict[str, tuple[Callable[[Rank], Future[Any]], str]] = {
+    "fetch": (
+        lambda rank: rank.fetch_unit(1, 1)[0],
+        r"rank 0 waits \S+ s for layers.0 v1 from optimizer \d: .*not decided",
+    ),
+    "finish": (
+        lambda rank: rank.finish(),
+        r"rank 0 waits \S+ s for the .*norm of step 0.*: rank 1 has not finished",
+    ),
+    "write": (
+        lambda rank: rank.store.write(0, 0, COMPUTE, torch.zeros(rank.spec.layout.units[0].numel)),
+        r"rank 0 waits \S+ s for the write to emb at step 0.*written to 'emb'.*, rank 1 has",
+    ),
+}
 
 
-def test_a_stalled_finish_names_the_rank_that_has_not_finished(make_stores: StoreFactory) -> None:
-    spec = make_spec(2)
-    with make_stores(2, 2, stall_timeout=0.3) as stores:
-        ranks = start(stores, spec)
-        with pytest.raises(StallError, match=r"rank 0 waits \S+ s for the .*norm of step 0.*: rank 1 has not finished"):
-            ranks[0].finish().result(WAIT)
+@pytest.mark.parametrize("wait", STALLS)
+def test_a_wait_that_stalls_names_who_waits_for_what(make_stores: StoreFactory, wait: str) -> None:
+    call, named = STALLS[wait]
+    with (
+        started(make_stores(2, 2, stall_timeout=0.3), make_spec(2)) as ranks,
+        pytest.raises(StallError, match=named),
+    ):
+        call(ranks[0]).result(WAIT)
 
 
 # ---- rule 9: handshake
@@ -858,8 +807,7 @@ def test_use_before_attach_is_an_error(make_stores: StoreFactory) -> None:
 
 
 def test_a_cancelled_fetch_never_writes_its_buffer(make_stores: StoreFactory, caplog: pytest.LogCaptureFixture) -> None:
-    with make_stores(1, 2) as stores:
-        (rank,) = start(stores, make_spec(1))
+    with started(make_stores(1, 2), make_spec(1)) as (rank,):
         future, out = rank.fetch_unit(1, 1)
         assert future.cancel()
         take_step([rank], [random_grads(rank.spec, 1)])
@@ -868,34 +816,34 @@ def test_a_cancelled_fetch_never_writes_its_buffer(make_stores: StoreFactory, ca
     assert [record for record in caplog.records if record.name == "concurrent.futures"] == []
 
 
-def test_a_buffer_of_the_wrong_size_is_refused(make_stores: StoreFactory) -> None:
-    spec = make_spec(1)
-    with make_stores(1, 1) as stores:
-        start(stores, spec)
-        with pytest.raises(StoreError, match=r"emb.*960 elements"):
-            stores[0].fetch(0, 0, COMPUTE, torch.zeros(5)).result(WAIT)
+def test_a_buffer_of_the_wrong_size_or_dtype_is_refused(make_stores: StoreFactory) -> None:
+    with started(make_stores(1, 1), make_spec(1)) as (rank,):
+        for buffer, said in (
+            (torch.zeros(5), r"emb.*960 elements"),
+            (torch.zeros(960, dtype=BF16), "fetch of 'emb' takes float32, got bfloat16"),
+        ):
+            with pytest.raises(StoreError, match=said):
+                rank.store.fetch(0, 0, COMPUTE, buffer).result(WAIT)
 
 
 def test_close_is_idempotent_and_ends_the_store(make_stores: StoreFactory) -> None:
-    spec = make_spec(1)
-    with make_stores(1, 1) as stores:
-        (rank,) = start(stores, spec)
-        stores[0].close()
-        stores[0].close()
+    with started(make_stores(1, 1), make_spec(1)) as (rank,):
+        rank.store.close()
+        rank.store.close()
         with pytest.raises(StoreError, match="rank 0"):
             rank.fetch_unit(0, 0)[0].result(WAIT)
 
 
 def test_close_ends_what_waits_and_leaves_no_thread(make_stores: StoreFactory) -> None:
-    before = threads()
-    with make_stores(2, 2) as stores:
-        ranks = start(stores, make_spec(2))
-        waits = [ranks[0].fetch_unit(0, 1)[0], ranks[0].finish(), stores[0].decision(4)]
-        stores[0].close("done")
+    before, spec = threads(), make_spec(2, accumulation_steps=2)
+    with started(make_stores(2, 2), spec) as ranks:
+        early = ranks[0].push_unit(1, random_grads(spec, 1), seq=1)  # the one before it never comes
+        waits = [early, ranks[0].fetch_unit(0, 1)[0], ranks[0].finish(), ranks[0].store.decision(4)]
+        ranks[0].store.close("done")
         for each in waits:
             with pytest.raises((StoreClosedError, RankLeftError)):
                 each.result(WAIT)
-        stores[1].close()
+        ranks[1].store.close()
         assert threads_left(before, "rayzero-rank", "stall-watch-rank", "store-") == []
     assert threads_left(before) == []
 
@@ -904,8 +852,7 @@ def test_ranks_in_a_row_use_every_verb_without_waiting_for_each_other(make_store
     """Rank by rank instead of step by step: no verb but finish waits for a peer."""
     spec = make_spec(3)
     schedule = random_schedule(spec, 1)[0]
-    with make_stores(3, 2) as stores:
-        ranks: list[Rank] = start(stores, spec)
+    with started(make_stores(3, 2), spec) as ranks:
         norms = []
         for rank, grads in zip(ranks, schedule, strict=True):
             rank.fetch()

@@ -11,21 +11,23 @@ from typing import Any, cast
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from rayzero.concurrency.futures import Gather, settled
-from rayzero.errors import AccumulationError, StepMismatchError, StoreClosedError, StoreError
+from rayzero.errors import AccumulationError, StoreClosedError, StoreError
 from rayzero.owner.memory import carve
 from rayzero.owner.service import ShardService
-from rayzero.protocol.gradient_sum import GradientMemory, gradient_sizes, pool_room
+from rayzero.protocol.gradient_sum import POOL_ALIGN, GradientMemory, gradient_sizes, pool_room
 from rayzero.protocol.messages import AT_HOME, IN_TOTAL, Contribution, FinishReport, ModelSpec, Pushed, pack_presence
 from rayzero.store.host.waits import PublishBoard
 from rayzero.store.rank.connection import Announce, Epochs, GradientSender, Joined, nothing
-from rayzero.store.rank.gradient_region import GradientRegion, gradient_region
+from rayzero.store.rank.gradient_region import GradientPool, GradientRegion, gradient_region
 from rayzero.store.rank.pushes import Pushes, Route
 from rayzero.telemetry.recorder import NullRecorder
 
-from .toy import WAIT, flatten, initial_values, make_spec, random_grads
+from .toy import WAIT, flatten, make_spec, random_grads
 
 UNIT = 1  # of the toy's: four slots
 
@@ -42,35 +44,6 @@ def region_of(spec: ModelSpec) -> GradientRegion:
 def grads_of(spec: ModelSpec, seed: int) -> Tensor:
     unit = spec.layout.units[UNIT]
     return flatten(unit, random_grads(spec, seed), unit.dtype)
-
-
-@pytest.mark.parametrize("steps", [1, 3])
-def test_later_pushes_are_added_in_fp32_in_their_order(steps: int) -> None:
-    spec = make_spec(1, dtypes=[torch.bfloat16 if steps > 1 else torch.float32] * 3, accumulation_steps=steps)
-    region = region_of(spec)
-    expected = torch.zeros(spec.layout.units[UNIT].numel)
-    for seq in range(3):
-        grads = grads_of(spec, seq)
-        expected = expected + torch.nan_to_num(grads.float()) if seq else torch.nan_to_num(grads.float())
-        told = region.put(push_of(seq), grads)
-        assert told == (Pushed(step=0, attempt=0, count=seq + 1, presence=b"\x0f"),)
-    for slot in spec.layout.units[UNIT].slots:
-        assert torch.equal(region.memory.homes[UNIT][slot.start : slot.stop], expected[slot.start : slot.stop])
-
-
-def test_a_slot_that_only_a_later_push_has_is_not_added_to_what_lay_there() -> None:
-    spec = make_spec(1)
-    region = region_of(spec)
-    region.memory.homes[UNIT].fill_(7.0)  # of an earlier step
-    first, second = grads_of(spec, 1), grads_of(spec, 2)
-    region.put(push_of(0, present=(True, False, True, False)), first)
-    (told,) = region.put(push_of(1, present=(True, True, True, False)), second)
-    assert told.presence == b"\x07"
-    weight, bias = spec.layout.units[UNIT].slots[:2]
-    got = region.memory.homes[UNIT]
-    both = first[weight.start : weight.stop] + second[weight.start : weight.stop]
-    assert torch.equal(got[weight.start : weight.stop], both)
-    assert torch.equal(got[bias.start : bias.stop], second[bias.start : bias.stop])
 
 
 def test_gathering_in_place_copies_nothing_and_a_repeat_is_dropped() -> None:
@@ -222,61 +195,6 @@ def test_a_range_that_is_being_sent_elsewhere_is_neither_added_to_nor_gathered_i
 # ---- an owner that is told
 
 
-def owner_with(spec: ModelSpec) -> tuple[ShardService, list[GradientRegion]]:
-    service = ShardService(0, 1)
-    regions = [region_of(spec) for _ in range(spec.world_size)]
-    for rank, region in enumerate(regions):
-        service.attach(rank, spec, own_gradients=True)
-        service.map_gradients(rank, region.memory)
-    values = initial_values(spec)
-    for shard in spec.layout.shards:
-        unit = spec.layout.units[shard.unit]
-        service.load(shard.index, flatten(unit, values, unit.dtype).float()[shard.start : shard.stop])
-    return service, regions
-
-
-def report(spec: ModelSpec, counts: int, attempt: int = 0) -> FinishReport:
-    return FinishReport(
-        step=0, attempt=attempt, rank=0, counts=tuple(counts * (u.index == UNIT) for u in spec.layout.units)
-    )
-
-
-def norm_of(service: ShardService, spec: ModelSpec, counts: int, attempt: int = 0) -> float:
-    parts = service.collect(0, (report(spec, counts, attempt),)).result(WAIT).parts
-    return sum(square for _, _, square in parts)
-
-
-def test_what_was_told_counts_and_a_lower_attempt_does_not() -> None:
-    spec = make_spec(1)
-    service, (region,) = owner_with(spec)
-    try:
-        for attempt, value in ((0, 1.0), (1, 2.0)):
-            grads = torch.full((spec.layout.units[UNIT].numel,), value)
-            (told,) = region.put(push_of(0, attempt=attempt), grads)
-            service.observe(0, UNIT, told)
-        service.observe(0, UNIT, Pushed(step=0, attempt=0, count=9, presence=b"\x0f"))  # late news of the first
-        elements = sum(slot.numel for slot in spec.layout.units[UNIT].slots)
-        assert norm_of(service, spec, 1, attempt=1) == 4.0 * elements
-    finally:
-        service.close()
-
-
-def test_news_may_skip_pushes_and_more_than_were_counted_is_an_error() -> None:
-    spec = make_spec(1)
-    service, (region,) = owner_with(spec)
-    try:
-        ones = torch.ones(spec.layout.units[UNIT].numel)
-        (told,) = [region.put(push_of(seq), ones) for seq in range(3)][-1]
-        parts = service.collect(0, (report(spec, 3),))
-        assert not parts.done()
-        service.observe(0, UNIT, told)  # of three pushes at once
-        parts.result(WAIT)
-        with pytest.raises(StepMismatchError, match=r"with 2 pushes of 'layers\.0', but 3 arrived"):
-            service.collect(0, (report(spec, 2),)).result(WAIT)
-    finally:
-        service.close()
-
-
 def test_a_report_of_a_rank_that_has_not_attached_here_waits_for_its_pushes() -> None:
     spec = make_spec(1)
     service = ShardService(0, 1)
@@ -380,3 +298,37 @@ def test_a_newer_attempt_takes_the_places_of_the_last_one() -> None:
     copy = region.copy(UNIT, told, make_spec(2).layout.shards_by_unit[UNIT])
     assert copy is not None
     assert copy.eq(3.0).all()
+
+
+# ---- the pool: ranges, never two at once in one place
+
+POOL_SIZE = 16 * POOL_ALIGN
+
+
+def test_the_lowest_free_range_is_given_first() -> None:
+    pool = GradientPool(POOL_SIZE)
+    first, second = pool.take(3 * POOL_ALIGN), pool.take(1)
+    assert (first, second) == (0, 3 * POOL_ALIGN)
+    pool.give_back(0, 3 * POOL_ALIGN)
+    assert pool.take(2 * POOL_ALIGN) == 0
+    assert pool.take(2 * POOL_ALIGN) == 4 * POOL_ALIGN, "one is left before the second"
+
+
+def test_an_empty_pool_has_no_range() -> None:
+    assert GradientPool(0).take(1) is None
+
+
+@given(st.lists(st.tuples(st.integers(1, POOL_SIZE), st.integers(0, 5)), max_size=60))
+def test_ranges_never_meet_and_what_is_given_back_is_whole_again(moves: list[tuple[int, int]]) -> None:
+    pool, taken = GradientPool(POOL_SIZE), list[tuple[int, int]]()
+    for size, back in moves:
+        start = pool.take(size)
+        if start is not None:
+            assert start + size <= POOL_SIZE
+            assert all(start + size <= at or at + length <= start for at, length in taken)
+            taken.append((start, size))
+        if taken and (back < 2 or start is None):
+            pool.give_back(*taken.pop(back % len(taken)))
+    for each in taken:
+        pool.give_back(*each)
+    assert pool.take(POOL_SIZE) == 0

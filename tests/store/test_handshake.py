@@ -14,7 +14,6 @@ from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.host.channel import Channel
 from rayzero.store.host.owner_link import OwnerLink
 from rayzero.store.remote.handshake import Handshake
-from rayzero.store.wire import translate
 
 from .toy import make_spec
 
@@ -66,19 +65,6 @@ def meet(handshake: Handshake, owner: int, successor: Owner, history: pb.LeadHis
     handshake.share_again(links[owner], cast(Channel, successor))
 
 
-def test_every_owner_is_asked_the_same_under_its_own_number() -> None:
-    first, second = Owner(0, answer()), Owner(1, answer())
-    handshake = shaken(first, second)
-    assert [method for method, _ in first.asked] == ["open", "Attach"]
-    asked = [request for _, request in (first.asked[1], second.asked[1])]
-    assert [request.owner for request in asked] == [0, 1]
-    assert (asked[0].lease_s, asked[0].summed, asked[0].host) == (30.0, [0, 1], "here")
-    asked[1].owner = 0
-    assert asked[0] == asked[1]
-    assert not asked[0].spec
-    assert handshake.answers == {0: answer(), 1: answer()}
-
-
 def test_only_an_owner_that_does_not_know_the_spec_gets_it() -> None:
     first, second = Owner(0, answer(), knows_spec=False), Owner(1, answer())
     shaken(first, second)
@@ -97,43 +83,6 @@ def test_only_the_lead_gets_the_history_with_another_lead() -> None:
     owners, history = [Owner(0, answer()), Owner(1, answer())], pb.LeadHistory(steps=[pb.LeadHistory.Step(step=5)])
     shaken(*owners, history=(1, history))
     assert [request.history for request in (owner.asked[1][1] for owner in owners)] == [pb.LeadHistory(), history]
-
-
-def test_memory_is_shared_with_owners_that_offer_theirs_and_with_their_successors() -> None:
-    elsewhere, here = Owner(0, answer()), Owner(1, answer(shared=HERE))
-    handshake = shaken(elsewhere, here)
-    assert handshake.offers == {1: SharedPaths("/dev/shm/control", ("/dev/shm/params",))}
-    handshake.share(SharedPaths("/dev/shm/rank", ("/dev/shm/grads",)), back_at=7, away=())
-    assert [method for method, _ in elsewhere.asked] == ["open", "Attach"]
-    _, shared = here.asked[-1]
-    assert (dict(shared.controls), shared.files.control, shared.back_at) == ({1: HERE.control}, "/dev/shm/rank", 7)
-
-    successors = [Owner(0, answer()), Owner(1, answer(shared=HERE))]
-    for owner, successor in enumerate(successors):
-        meet(handshake, owner, successor)
-    assert [method for method, _ in successors[0].asked] == ["Attach"]
-    assert successors[1].asked[1] == ("Share", shared)
-    handshake.check_successors()
-
-
-MIRROR = pb.SharedFiles(control="/dev/shm/mirror", tensors=["/dev/shm/mirrored"])
-
-
-def test_the_first_owner_of_a_host_is_its_door() -> None:
-    away, door, other = Owner(0, answer()), Owner(1, answer(shared=HERE)), Owner(2, answer(shared=HERE))
-    handshake, memory = shaken(away, door, other), SharedPaths("/dev/shm/rank", ())
-    door.mirror = MIRROR
-    assert handshake.share(memory, back_at=None, away=[0], threads=3) == translate.paths_from_pb(MIRROR)
-    assert handshake.door.owner == 1
-    said = [(list(asked.away), list(asked.summed), asked.threads) for asked in (door.asked[-1][1], other.asked[-1][1])]
-    assert said == [([0], [0, 1], 3), ([], [], 0)]
-    successor = Owner(1, answer(shared=HERE))
-    successor.mirror = MIRROR
-    meet(handshake, 1, successor)
-    assert successor.asked[-1] == door.asked[-1]
-    successor.mirror = pb.SharedFiles(control="/dev/shm/another")
-    with pytest.raises(StateLostError, match="does not go on with the copy of other hosts' parameters"):
-        meet(handshake, 1, successor)
 
 
 def test_a_successor_is_asked_what_its_predecessor_was_with_a_history() -> None:

@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 
-from rayzero.concurrency.futures import Gather
 from rayzero.protocol.messages import Contribution, FinishReport, ModelSpec, Pushed, Summand
-from rayzero.store.host.host_sums import HostSums, SettledUnit, SummedRanks, next_round
+from rayzero.store.host.host_sums import SummedRanks, next_round
 from rayzero.store.shm.shared_plan import SharedPlan
 from rayzero.store.shm.words import GradientBytes, Part, adding_threads, settled
-from tests.support.waiting import until
 
 from .toy import make_spec
 
@@ -286,67 +283,6 @@ def test_a_step_without_a_push_hides_none_before_it(tmp_path: Path) -> None:
     found = ranks.settled(1)
     assert found is not None
     assert (found.contribution.step, [each.pushes for each in found.contribution.summands]) == (3, [1, 1])
-
-
-class Rounds:
-    """The ranks of a host, which have pushed one unit some times."""
-
-    most_elements = 1
-
-    def __init__(self) -> None:
-        self.step, self.attempt, self.rounds = 0, 0, 0
-        self.looked: list[int] = []  # at which rounds
-
-    def find(self) -> None: ...
-
-    def close(self) -> None: ...
-
-    def news(self) -> set[int]:
-        return {0}
-
-    def settled(self, unit: int, number: int = 0) -> SettledUnit | None:
-        self.looked.append(number)
-        if number >= self.rounds:
-            return None
-        summands = tuple(Summand(rank, self.attempt * rank, number + 1) for rank in (0, 1))
-        made = Contribution(step=self.step, attempt=0, rank=0, unit=unit, seq=number, presence=b"\1", summands=summands)
-        return SettledUnit(contribution=made, parts=())
-
-    def add(self, settled: SettledUnit, shards: object, memory: torch.Tensor) -> torch.Tensor:
-        return memory
-
-
-class Sent:
-    """The sums that an owner was sent: (step, attempt of rank 1, round)."""
-
-    def __init__(self) -> None:
-        self.sums: list[tuple[int, int, int]] = []
-
-    def push(self, gather: Gather, unit: object, shards: object, made: Contribution, values: object) -> None:
-        self.sums.append((made.step, made.summands[1].attempt, made.seq))
-        gather.end(None)
-
-    def has(self, step: int, attempt: int, number: int) -> bool:
-        return (step, attempt, number) in self.sums
-
-
-def test_the_next_round_is_found_without_a_look_at_those_that_were_sent() -> None:
-    """However many they are; another attempt and another step begin anew."""
-    layout, ranks, sent = make_spec(2).layout, Rounds(), Sent()
-    shards = {0: {5: list(layout.shards_by_unit[0])}}
-    sums = HostSums(
-        cast(Any, ranks), layout.units, shards, {5: cast(Any, sent)}, lambda *_: True, pytest.fail, "the door adds"
-    )
-    for step, attempt, rounds in ((0, 0, 3), (0, 0, 20), (0, 1, 4), (1, 0, 2)):
-        ranks.step, ranks.attempt, ranks.rounds = step, attempt, rounds
-        sums.look()
-        until(partial(sent.has, step, attempt, rounds - 1))
-    sums.stop()
-    sums.close()
-    expected = [(0, 0, number) for number in range(20)]
-    expected += [(0, 1, number) for number in range(4)] + [(1, 0, number) for number in range(2)]
-    assert sent.sums == expected
-    assert len(ranks.looked) <= 2 * (len(expected) + 4), "the first round, and the one behind the last that was sent"
 
 
 BF16 = (torch.bfloat16,) * 3

@@ -39,7 +39,7 @@ from tests.support.waiting import until
 from .proxy import Proxy
 from .stores import inprocess
 from .test_tensor_streams import over
-from .toy import WAIT, Grads, Rank, equal, make_spec, masters, random_grads, start, take_step
+from .toy import WAIT, Grads, Rank, equal, make_spec, masters, random_grads, start, started, take_step
 
 pytestmark = needs.signals_between_processes
 
@@ -324,8 +324,7 @@ def test_ranks_that_leave_one_after_the_other_leave_their_sums_to_the_door(
         ranks[index].finish()  # nobody waits for the norm
         ranks[index].store.close()
     ranks[3].finish().result(WAIT)
-    with inprocess(4, OWNERS) as stores:
-        there = start(stores, spec)
+    with started(inprocess(4, OWNERS), spec) as there:
         take_step(there, grads)
         assert equal(ranks[3].fetch(), there[3].fetch())
 
@@ -375,17 +374,6 @@ def test_sums_that_cannot_be_made_end_the_run_by_name(
     for norm in [rank.finish() for rank in ranks]:
         with pytest.raises(StoreError, match="optimizer 2: ZeroDivisionError"):
             norm.result(WAIT)
-
-
-def test_a_directory_that_is_too_small_leaves_each_rank_alone(
-    stack: ExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    place = Place(stack, [0, 0])
-    monkeypatch.setattr("rayzero.store.rank.rank_memory._size_of", lambda directory: 4096)
-    ranks = place.start(make_spec(2))
-    assert not any(map(summed, ranks))
-    assert "leave it rank by rank" in caplog.text
-    everything(ranks, 0)
 
 
 def test_no_stream_is_opened_to_send_again_what_needs_not_go_any_more(stack: ExitStack) -> None:

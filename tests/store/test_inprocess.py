@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import defaultdict
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -12,23 +11,24 @@ import torch
 from owner.owner import Gate
 
 from rayzero.errors import StoreError
+from rayzero.owner.service import ShardService
 from rayzero.store.inprocess import LocalConnection, LocalOwners
 from rayzero.store.rank.rank_store import RankStore
 from rayzero.telemetry.names import FETCH_SECONDS, PUSH_SECONDS, TRANSFER_BYTES
 from rayzero.telemetry.recorder import MemoryRecorder
-from store.toy import WAIT, make_spec, random_grads, start, take_step
+from store.stores import inprocess
+from store.toy import WAIT, Rank, make_spec, random_grads, start, started, take_step
+
+
+def service_of(rank: Rank) -> ShardService:
+    """Of the only owner."""
+    return rank.store.connection.owners.services[0]  # type: ignore[attr-defined, no-any-return]
 
 
 def test_a_fetch_that_is_being_filled_cannot_be_cancelled() -> None:
-    spec = make_spec(1)
-    with ExitStack() as stack:
-        owners = LocalOwners(1)
-        stack.callback(owners.close)
-        store = RankStore(LocalConnection(0, owners))
-        stack.callback(store.close)
-        (rank,) = start([store], spec)
-        gate = Gate(owners.services[0], hold_at=(4, 1))  # shards 2..4 of the unit are there, 5..8 are not
-        rank.push(random_grads(spec, 1))
+    with started(inprocess(1, 1), make_spec(1)) as (rank,):
+        gate = Gate(service_of(rank), hold_at=(4, 1))  # shards 2..4 of the unit are there, 5..8 are not
+        rank.push(random_grads(rank.spec, 1))
         rank.finish()
         gate.wait()
         future, out = rank.fetch_unit(1, 1)
@@ -41,14 +41,9 @@ def test_a_fetch_that_is_being_filled_cannot_be_cancelled() -> None:
 
 
 def test_a_fetch_that_fails_is_over_only_when_nobody_writes_its_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    with ExitStack() as stack:
-        owners = LocalOwners(1)
-        stack.callback(owners.close)
-        store = RankStore(LocalConnection(0, owners))
-        stack.callback(store.close)
-        (rank,) = start([store], make_spec(1))
+    with started(inprocess(1, 1), make_spec(1)) as (rank,):
         reads: dict[int, Future[torch.Tensor]] = defaultdict(Future)
-        monkeypatch.setattr(owners.services[0], "read", lambda shard, *_: reads[shard])
+        monkeypatch.setattr(service_of(rank), "read", lambda shard, *_: reads[shard])
         future, out = rank.fetch_unit(0)
         (broken, *others) = reads.values()
         broken.set_exception(StoreError("as planned"))
@@ -77,38 +72,3 @@ def test_bytes_and_seconds_are_counted_by_direction() -> None:
     assert recorder.total(TRANSFER_BYTES, direction="push", transport="inproc") == sum(sizes)
     assert recorder.timing(FETCH_SECONDS, transport="inproc").count == 3
     assert recorder.timing(PUSH_SECONDS, transport="inproc").count == 3
-
-
-def test_owners_do_not_change_torchs_thread_count_for_others() -> None:
-    before = torch.get_num_threads()
-    owners = LocalOwners(2, threads=before + 1)
-    store = RankStore(LocalConnection(0, owners))
-    start([store], make_spec(1))
-    store.close()
-    for _ in range(2):
-        owners.close()
-    found: list[int] = []
-    thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
-    thread.start()
-    thread.join()
-    assert [torch.get_num_threads(), *found] == [before, before]
-
-
-@pytest.mark.parametrize("num_owners", [1, 2, 3, 5])
-def test_every_unit_is_spread_over_as_many_owners_as_it_has_shards(num_owners: int) -> None:
-    spec = make_spec(1)
-    with ExitStack() as stack:
-        owners = LocalOwners(num_owners)
-        stack.callback(owners.close)
-        store = RankStore(LocalConnection(0, owners))
-        stack.callback(store.close)
-        start([store], spec)
-        published: list[set[int]] = []
-        for service in owners.services:
-            gate = Gate(service)
-            service.close()  # after everything it was given
-            published.append({shard for batch in gate.seen for shard, _ in batch})
-    assert sorted(shard for mine in published for shard in mine) == list(range(11))  # the grid knows no owners
-    for shards in spec.layout.shards_by_unit:
-        having = [mine for mine in published if mine & {shard.index for shard in shards}]
-        assert len(having) == min(num_owners, len(shards))

@@ -34,7 +34,7 @@ from tests.support.waiting import until
 
 from .stores import TOKEN, Stores, over_grpc, serving
 from .test_tls import OWN, of_rank, refusal
-from .toy import WAIT, Rank, make_spec, masters, random_grads, start, take_step
+from .toy import WAIT, Rank, make_spec, random_grads, start, take_step
 
 RANKS = 3
 needs_memory = pytest.mark.skipif(available() is not None, reason="no memory that ranks share here")
@@ -277,37 +277,6 @@ def test_a_host_asks_once_for_all_its_ranks(calls: Counter[str]) -> None:
         means = [rank.store.mean(MeanInput(values=(float(rank.rank),), weight=1.0)) for rank in ranks]
         assert {mean.result(WAIT) for mean in means} == {(1.0,)}
         assert calls == {"Ask": 4}
-
-
-@needs_memory
-def test_a_rank_without_a_door_asks_itself(calls: Counter[str]) -> None:
-    with over_grpc(1, 1) as stores:
-        one_step(start(stores, make_spec(1)), 0)
-        assert calls == {"Finish": 1}
-
-
-@needs_memory
-def test_the_lead_knows_soon_which_rank_of_a_host_is_late() -> None:
-    with host() as (ranks, stores):
-        norms = [rank.ask_norm() for rank in ranks[:2]]
-        until(lambda: lead_of(stores, 1).describe(WAIT).result(WAIT) == "rank 2 has not finished step 0")
-        assert not any(norm.done() for norm in norms)
-        norms.append(ranks[2].ask_norm())
-        assert len({norm.result(WAIT) for norm in norms}) == 1
-
-
-@needs_memory
-def test_discards_go_by_themselves_and_the_next_attempt_together(calls: Counter[str]) -> None:
-    with host() as (ranks, _):
-        for norm in [rank.ask_norm() for rank in ranks]:
-            norm.result(WAIT)
-        before = calls["Ask"]
-        for done in [rank.discard() for rank in ranks]:
-            done.result(WAIT)
-        assert calls["Ask"] == before + RANKS
-        one_step(ranks, 1)
-        assert not calls["Discard"]
-        assert masters(ranks[0])
 
 
 def test_nobody_waits_for_what_a_rank_asked_before_it_died() -> None:

@@ -122,15 +122,6 @@ def test_a_call_has_what_one_over_grpc_has(channel: LineChannel, calls: Calls) -
     assert next(channel.notices()).process.pid == 17
 
 
-def test_a_mistake_of_the_owner_is_an_error_of_the_store(channel: LineChannel, calls: Calls) -> None:
-    async def broken(request: Any, context: Any) -> None:
-        raise KeyError("a mistake")
-
-    calls.answers["Describe"] = broken
-    with pytest.raises(StoreError, match=r"an owner failed: KeyError\('a mistake'\)"):
-        channel.answer(channel.start("Describe", pb.DescribeRequest(), WAIT))
-
-
 def test_more_calls_than_places_are_answered_in_any_order(channel: LineChannel, calls: Calls) -> None:
     gates = [asyncio.Event() for _ in range(3 * SLOTS)]
     loops: list[asyncio.AbstractEventLoop] = []

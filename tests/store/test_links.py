@@ -6,7 +6,6 @@ import asyncio
 import logging
 import re
 import signal
-import textwrap
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -16,7 +15,6 @@ from typing import Any
 
 import grpc
 import pytest
-from forked import forked
 
 from rayzero.concurrency.backoff import backoff
 from rayzero.concurrency.processes import ProcessIdentity
@@ -34,8 +32,8 @@ from rayzero.store.wire.rpc import OWNER_SERVICE, STORE_SERVICE, LinkNumber, bre
 from rayzero.telemetry.names import LINK_DOWN_SECONDS, LINK_RECONNECTS, TRANSFER_RETRIES
 from store.faults import FAULTS, LINKS, difference, make_spec, net, outcome, ranks_of, run, sharing, undisturbed
 from store.proxy import Proxy, all_of
-from store.stores import TOKEN, seeing_transfers
-from store.toy import WAIT, equal, make_large_spec, masters, random_grads, start, take_step
+from store.stores import TOKEN, connect, connected, owner_process, seeing_transfers
+from store.toy import WAIT, equal, make_large_spec, masters, random_grads, start, started, take_step
 from store.toy import make_spec as toy_spec
 
 SHARES = why_no_sharing() is None
@@ -291,16 +289,13 @@ def test_a_server_of_another_run_at_an_owners_port_is_a_link_that_is_down(which:
 
 def test_closing_ends_every_wait_for_a_link_at_once() -> None:
     spec = toy_spec(1)
-    with net(spec) as made:
-        addresses = [proxy.address for proxy in made.for_ranks]
-        store = RankStore(RemoteConnection(0, addresses, RankTerms(token=TOKEN, stall_timeout=600.0)))
-        (rank,) = start([store], spec)
+    with net(spec) as made, started(connected(made.for_ranks, stall_timeout=600.0), spec) as (rank,):
         for proxy in made.for_ranks:
             proxy.stop()
         waits: list[Future[Any]] = [rank.push_unit(0, random_grads(spec, 1)), rank.fetch_unit(0)[0], rank.finish()]
         time.sleep(1.0)  # the pauses between two tries are long now
         began = time.monotonic()
-        store.close()
+        rank.store.close()
         assert time.monotonic() - began < WAIT
         for wait in waits:
             with pytest.raises(StoreClosedError):
@@ -309,10 +304,9 @@ def test_closing_ends_every_wait_for_a_link_at_once() -> None:
 
 def test_an_owner_that_was_never_there_is_not_waited_for() -> None:
     began = time.monotonic()
-    store = RankStore(RemoteConnection(0, ["127.0.0.1:1"], RankTerms(token=TOKEN)))
-    with pytest.raises(TransferError, match=r"rank 0, optimizer 0 at 127.0.0.1:1: UNAVAILABLE"):
+    unavailable = r"rank 0, optimizer 0 at 127.0.0.1:1: UNAVAILABLE"
+    with connected(["127.0.0.1:1"]) as (store,), pytest.raises(TransferError, match=unavailable):
         store.attach(toy_spec(1))
-    store.close()
     assert time.monotonic() - began < WAIT
 
 
@@ -388,38 +382,14 @@ def test_a_break_is_logged_and_counted_once_at_each_end(caplog: pytest.LogCaptur
 # ---- a process that is dead, and a rank that does not come back
 
 
-OWNER = """
-    from rayzero.store.owner.hosted import HostedModels
-    from rayzero.store.owner.server import serve_models
-    server = serve_models(HostedModels({owner}, 2), token={token!r})
-    print(server.address, flush=True)
-    server.connect_peers(input().split())
-    print("connected", flush=True)
-    input()
-"""
-
-
 @pytest.mark.parametrize("dead", [0, 1])
 def test_an_owner_that_dies_is_named_at_once(dead: int) -> None:
     """Owner 0 leads. Rank 1 ends no second step: rank 0 waits. Proxies go on listening: no connection is refused."""
     spec = toy_spec(2)
-    with (
-        forked(OWNER.format(owner=0, token=TOKEN)) as zero,
-        forked(OWNER.format(owner=1, token=TOKEN)) as one,
-    ):
-        processes = [zero, one]
-        targets = [process.said() for process in processes]
-        with Proxy(targets[0]) as first, Proxy(targets[1]) as second:
-            proxies = [first, second]
-            for process in processes:
-                process.say(first.address, second.address)
-                assert process.said() == "connected"
-            addresses = [proxy.address for proxy in proxies]
-            stores = [
-                RankStore(RemoteConnection(rank, addresses, RankTerms(token=TOKEN, stall_timeout=600.0)))
-                for rank in range(2)
-            ]
-            ranks = start(stores, spec)
+    with owner_process(0) as (zero, a), owner_process(1) as (one, b), Proxy(a) as first, Proxy(b) as second:
+        processes, proxies = [zero, one], [first, second]
+        connect(processes, [proxy.address for proxy in proxies])
+        with started(connected(proxies, 2, stall_timeout=600.0), spec) as ranks:
             take_step(ranks, [random_grads(spec, 1), random_grads(spec, 2)])
             ranks[0].fetch()
             waits: list[Future[Any]] = [ranks[0].fetch_unit(unit.index, 2)[0] for unit in spec.layout.units]
@@ -430,12 +400,10 @@ def test_an_owner_that_dies_is_named_at_once(dead: int) -> None:
                 with pytest.raises(StoreError, match=rf"optimizer {dead} \(pid {processes[dead].pid}\) has died"):
                     wait.result(WAIT)
             assert time.monotonic() - began < 10, "the process says so, not the connection, which takes 20 s"
-            for store in stores:
-                store.close()
 
 
 def test_an_owner_that_dies_while_a_rank_attaches_is_not_waited_for() -> None:
-    program = """
+    standing = """
         import time
         from rayzero.owner.service import ShardService
         def attach(*_, **__):
@@ -443,37 +411,27 @@ def test_an_owner_that_dies_while_a_rank_attaches_is_not_waited_for() -> None:
             time.sleep(1000)
         ShardService.attach = attach
     """
-    program = textwrap.dedent(program) + textwrap.dedent(OWNER.format(owner=0, token=TOKEN)).replace("(0, 2)", "(0, 1)")
-    with forked(program) as process:
-        address = process.said()
-        process.say(address)
-        assert process.said() == "connected"
-        store = RankStore(RemoteConnection(0, [address], RankTerms(token=TOKEN)))
-        with ThreadPoolExecutor(1) as threads:
+    with owner_process(0, 1, first=standing) as (process, address):
+        connect([process], [address])
+        with connected([address]) as (store,), ThreadPoolExecutor(1) as threads:
             attaching = threads.submit(store.attach, toy_spec(1))
             assert process.said() == "attaching"
             process.send_signal(signal.SIGKILL)
             with pytest.raises(StoreError, match=rf"optimizer 0 \(pid {process.pid}\) has died"):
                 attaching.result(WAIT)
-        store.close()
 
 
 def test_the_lead_names_an_owner_that_dies_to_ranks_that_cannot_see_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayzero.store.host.owner_link.SeenProcess.open", lambda _: None)
     spec = toy_spec(1)
-    with forked(OWNER.format(owner=0, token=TOKEN)) as zero, forked(OWNER.format(owner=1, token=TOKEN)) as one:
-        addresses = [zero.said(), one.said()]
-        for process in (zero, one):
-            process.say(*addresses)
-            assert process.said() == "connected"
-        store = RankStore(RemoteConnection(0, addresses, RankTerms(token=TOKEN, stall_timeout=600.0)))
-        (rank,) = start([store], spec)
-        take_step([rank], [random_grads(spec, 1)])
-        rank.fetch()
-        one.send_signal(signal.SIGKILL)
-        with pytest.raises(StoreError, match=rf"optimizer 1 \(pid {one.pid}\) has died"):
-            rank.finish().result(WAIT)
-        store.close()
+    with owner_process(0) as (zero, a), owner_process(1) as (one, b):
+        connect([zero, one], [a, b])
+        with started(connected([a, b], stall_timeout=600.0), spec) as (rank,):
+            take_step([rank], [random_grads(spec, 1)])
+            rank.fetch()
+            one.send_signal(signal.SIGKILL)
+            with pytest.raises(StoreError, match=rf"optimizer 1 \(pid {one.pid}\) has died"):
+                rank.finish().result(WAIT)
 
 
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:

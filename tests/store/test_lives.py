@@ -15,7 +15,7 @@ import torch
 from rayzero.errors import StoreClosedError, StoreError
 from rayzero.protocol.messages import ATTEMPTS, COMPUTE, LoopState, MeanInput
 from store.stores import STORES, StoreFactory, Stores
-from store.toy import WAIT, Grads, Rank, equal, make_spec, random_grads, start, take_step
+from store.toy import WAIT, Grads, Rank, ask_norms, equal, make_spec, push_all, random_grads, start, take_step
 
 
 @functools.cache
@@ -54,8 +54,7 @@ def test_what_an_earlier_life_pushed_and_committed_counts_no_more(make_stores: S
         old.push(random_grads(old.spec, 77))
         old.finish()
         new = back(stores)
-        for rank, mine in zip((first, new), grads, strict=True):
-            rank.push(mine)
+        push_all((first, new), grads)
         norms = [rank.finish() for rank in (first, new)]
         assert norms[0].result(WAIT) == norms[1].result(WAIT)
         ends_well([first, new])
@@ -65,8 +64,7 @@ def test_a_push_of_the_same_step_is_replaced_even_if_it_was_counted(make_stores:
     """All had the norm; the dead rank's gradients are at the owners, with their norm."""
     with make_stores(2, 3) as stores:
         (first, old), grads = begun(stores)
-        for rank, mine in zip((first, old), grads, strict=True):
-            rank.push(mine)
+        push_all((first, old), grads)
         norms = [rank.ask_norm() for rank in (first, old)]
         total = norms[0].result(WAIT)
         new = back(stores)
@@ -83,10 +81,8 @@ def test_what_was_added_to_the_others_gradients_is_not_added_again(make_stores: 
     they would come too late."""
     with make_stores(2, 2) as stores:
         (first, old), grads = begun(stores)
-        for rank, mine in zip((first, old), grads, strict=True):
-            rank.push(mine)
-        for norm in [rank.ask_norm() for rank in (first, old)]:
-            norm.result(WAIT)
+        push_all((first, old), grads)
+        ask_norms((first, old))
         new = back(stores)
         new.push(random_grads(new.spec, 77))
         new.ask_norm().result(WAIT)
@@ -98,10 +94,8 @@ def test_what_was_added_to_the_others_gradients_is_not_added_again(make_stores: 
 def test_a_commit_that_looks_like_the_earlier_lifes_is_a_new_one(make_stores: StoreFactory) -> None:
     with make_stores(2, 2) as stores:
         (first, old), grads = begun(stores)
-        for rank, mine in zip((first, old), grads, strict=True):
-            rank.push(mine)
-        for norm in [rank.ask_norm() for rank in (first, old)]:
-            norm.result(WAIT)
+        push_all((first, old), grads)
+        ask_norms((first, old))
         lost = old.commit()
         new = back(stores)
         new.push(grads[1])
@@ -119,8 +113,7 @@ def test_a_step_that_was_discarded_before_the_death_is_discarded_again(make_stor
         (first, old), grads = begun(stores)
         for rank in (first, old):
             rank.push(random_grads(rank.spec, 50))
-        for norm in [rank.ask_norm() for rank in (first, old)]:
-            norm.result(WAIT)
+        ask_norms((first, old))
         first.discard().result(WAIT)
         first.push(grads[0])  # of its next attempt: its first one's gradients are gone
         old.discard().result(WAIT)
@@ -153,8 +146,7 @@ def test_a_discard_is_repeated_without_the_others_first_gradients(make_stores: S
 def test_a_decided_step_is_answered_from_what_was_decided(make_stores: StoreFactory) -> None:
     with make_stores(2, 3) as stores:
         (first, old), grads = begun(stores)
-        for rank, mine in zip((first, old), grads, strict=True):
-            rank.push(mine)
+        push_all((first, old), grads)
         norm = min([rank.finish() for rank in (first, old)], key=id).result(WAIT)
         first.store.decision(0).result(WAIT)
         new = back(stores, at=1)
@@ -169,8 +161,7 @@ def test_a_decided_step_is_answered_from_what_was_decided(make_stores: StoreFact
         assert new.commit().result(WAIT) == first.store.decision(0).result(WAIT)
         ends_well([first, new])
         new.attempt = ATTEMPTS
-        for rank, mine in zip((first, new), grads, strict=True):
-            rank.push(mine)
+        push_all((first, new), grads)
         for finished in [first.finish(), new.finish()]:
             finished.result(WAIT)
 
@@ -197,8 +188,7 @@ def test_an_earlier_lifes_late_calls_are_refused(make_stores: StoreFactory, call
         else:
             late = CALLS[call](old)
         old.store.close("it wakes up and leaves")
-        for rank, mine in zip((first, new), grads, strict=True):
-            rank.push(mine)
+        push_all((first, new), grads)
         for finished in [first.finish(), new.finish()]:
             finished.result(WAIT)
         assert not _by_mailbox(stores) or isinstance(late.exception(WAIT), StoreError)
@@ -213,8 +203,7 @@ def test_an_earlier_lifes_late_pushes_and_states_change_nothing(make_stores: Sto
     with make_stores(2, 2) as stores:
         (first, old), grads = begun(stores)
         new = back(stores)
-        for rank, mine in zip((first, new), grads, strict=True):
-            rank.push(mine)
+        push_all((first, new), grads)
         for unit in old.spec.layout.units:
             if unit.trainable:
                 done = old.push_unit(unit.index, random_grads(old.spec, 3))

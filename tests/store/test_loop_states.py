@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rayzero.concurrency.futures import settled
-from rayzero.errors import HandshakeError, StoreClosedError
+from rayzero.errors import StoreClosedError
 from rayzero.protocol.messages import AT_COMMIT, AT_FORWARD, LoopState, MeanInput, ModelSpec
-from rayzero.slabs.header import lay_out_slab
-from rayzero.slabs.slab import Slab
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.rank.shared_memory import SharedRank
 from rayzero.store.remote.lead_line import LoopHistory, newest
@@ -192,21 +189,3 @@ def test_a_state_that_its_rank_removes_meanwhile_is_not_missed(tmp_path: Path, m
     assert [list(each.states()) for each in found[1]] == [[state(6)]]
     for each in found[1]:
         each.close()
-
-
-def test_of_loop_slabs_that_are_of_another_model_none_stays_mapped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    closed: list[Path | None] = []
-    close = Slab.close
-    ours = LoopSlab.create(PLAN, 1, rank_incarnation(0), 100, tmp_path).slab
-    facts = replace(ours.header.facts, incarnation=rank_incarnation(1), layout_digest="cd" * 16)
-    theirs = Slab.create(lay_out_slab(facts, [("states", 4096, 0)]), tmp_path)
-    for slab in (ours, theirs):
-        slab.close(unlink=False)
-    monkeypatch.setattr(Slab, "close", lambda slab, **how: (closed.append(slab.path), close(slab, **how)))
-    found = sorted(of_lineage(PLAN.spec, tmp_path), key=lambda each: each[1].layout_digest == facts.layout_digest)
-    monkeypatch.setattr(recovery, "of_lineage", lambda *_: found)
-    with pytest.raises(HandshakeError):
-        recovery.loop_slabs(PLAN, "optimizer 0", tmp_path, lambda _: True)
-    assert closed == [ours.path]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rayzero.errors import RayZeroError, StepMismatchError, StoreClosedError
+from rayzero.errors import RayZeroError, StoreClosedError
 from rayzero.slabs.header import SlabFacts, lay_out_slab
 from rayzero.slabs.slab import Slab
 from rayzero.store.shm import mailbox
@@ -78,17 +78,6 @@ def test_what_a_former_asker_was_answered_is_no_answer_to_a_new_one() -> None:
         slab.close()
 
 
-def test_a_question_is_taken_once_and_its_cell_serves_the_next(both: tuple[Asker, Answerer]) -> None:
-    asker, answerer = both
-    for turn in range(3 * SLOTS):
-        future = asker.ask("Commit", turn.to_bytes(2, "little"))
-        ((slot, number, _, request),) = answerer.take_questions()
-        answerer.answer(slot, number, request)
-        asker.take_answers()
-        assert future is not None
-        assert future.result(0) == turn.to_bytes(2, "little")
-
-
 def test_a_question_that_was_seen_half_written_and_read_whole_is_taken_once(
     both: tuple[Asker, Answerer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,17 +137,6 @@ def test_an_answer_to_a_rank_that_has_died_is_none_to_its_next_life() -> None:
     assert future.result(0) == b"norm"
     for slab in (first, second, theirs):
         slab.close()
-
-
-def test_an_error_arrives_as_itself(both: tuple[Asker, Answerer]) -> None:
-    asker, answerer = both
-    future = asker.ask("Finish", b"")
-    ((slot, number, _, _),) = answerer.take_questions()
-    answerer.answer(slot, number, StepMismatchError("rank 1 is in step 3"))
-    asker.take_answers()
-    assert future is not None
-    with pytest.raises(StepMismatchError, match="rank 1 is in step 3"):
-        future.result(0)
 
 
 def test_what_does_not_fit_goes_another_way(both: tuple[Asker, Answerer]) -> None:

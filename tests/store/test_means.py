@@ -17,7 +17,7 @@ from rayzero.lead.requests import Means
 from rayzero.protocol.messages import COMPUTE, MEAN_BYTES, MeanInput
 from rayzero.protocol.store import ParameterStore
 from store.stores import STORES, StoreFactory
-from store.toy import WAIT, Rank, make_spec, random_grads, start, take_step
+from store.toy import WAIT, Rank, ask_norms, make_spec, push_all, random_grads, start, started, take_step
 
 Mean = tuple[float, ...]
 
@@ -40,8 +40,7 @@ def means(ranks: Sequence[Rank], given: Sequence[MeanInput]) -> list[Mean]:
 
 def test_every_rank_has_the_bits_of_fp64_sums_in_rank_order(make_stores: StoreFactory) -> None:
     values = [0.1, 1e16, -1e16]  # (0.1 + 1e16) - 1e16 is 0: another order gives another mean
-    with make_stores(3, 2) as stores:
-        ranks = start(stores, make_spec(3))
+    with started(make_stores(3, 2), make_spec(3)) as ranks:
         assert means(ranks, [number(value) for value in values]) == [(0.0,)] * 3
         late_first = ask(ranks[::-1], [number(value) for value in values[::-1]])
         assert [asked.result(WAIT) for asked in late_first] == [(0.0,)] * 3
@@ -50,8 +49,7 @@ def test_every_rank_has_the_bits_of_fp64_sums_in_rank_order(make_stores: StoreFa
 
 
 def test_weights_make_uneven_shares_count_as_they_should(make_stores: StoreFactory) -> None:
-    with make_stores(3, 2) as stores:
-        ranks = start(stores, make_spec(3))
+    with started(make_stores(3, 2), make_spec(3)) as ranks:
         given = [named(5, loss=2.0, acc=0.5), named(3, loss=4.0, acc=1.0), named(0, loss=torch.nan, acc=torch.inf)]
         assert means(ranks, given) == [((2.5 + 3.0) / 8, (10.0 + 12.0) / 8)] * 3
         for asked in ask(ranks, [number(1.0, 0.0)] * 3):
@@ -92,8 +90,7 @@ def test_a_nan_beside_sums_past_the_largest_number_stays_nan() -> None:
 
 
 def test_shapes_and_names_come_back_in_order_and_nan_stays_nan(make_stores: StoreFactory) -> None:
-    with make_stores(2, 1) as stores:
-        ranks = start(stores, make_spec(2))
+    with started(make_stores(2, 1), make_spec(2)) as ranks:
         grid = [MeanInput(shape=(2, 2), values=(1.0, 2.0, 3.0, at), weight=1.0) for at in (4.0, torch.nan)]
         for mean in means(ranks, grid):
             assert mean[:3] == (1.0, 2.0, 3.0)
@@ -107,8 +104,7 @@ def test_the_largest_mean_is_answered(make_stores: StoreFactory) -> None:
     assert MEAN_BYTES - width - 12 < large.size_bytes <= MEAN_BYTES
     many = MeanInput(shape=(1,) * 62 + (50, 10), values=(1e300,) * 500, weight=1e-300)
     assert many.size_bytes == MEAN_BYTES
-    with make_stores(2, 2) as stores:
-        ranks = start(stores, make_spec(2))
+    with started(make_stores(2, 2), make_spec(2)) as ranks:
         assert means(ranks, [large] * 2) == [large.values] * 2
         assert len(means(ranks, [many] * 2)[1]) == 500
 
@@ -119,11 +115,9 @@ def test_the_largest_mean_is_answered(make_stores: StoreFactory) -> None:
 def test_it_waits_for_no_step_and_no_step_waits_for_it(make_stores: StoreFactory) -> None:
     spec = make_spec(2)
     grads = [random_grads(spec, rank) for rank in range(2)]
-    with make_stores(2, 2) as stores:
-        ranks = start(stores, spec)
+    with started(make_stores(2, 2), spec) as ranks:
         assert means(ranks, [number(1.0)] * 2) == [(1.0,)] * 2  # before the first step
-        for rank, mine in zip(ranks, grads, strict=True):
-            rank.push(mine)
+        push_all(ranks, grads)
         norms = [rank.ask_norm() for rank in ranks]
         totals = {norm.result(WAIT).total for norm in norms}
         assert means(ranks, [number(2.0)] * 2) == [(2.0,)] * 2  # between clip and step
@@ -140,9 +134,7 @@ def test_it_waits_for_no_step_and_no_step_waits_for_it(make_stores: StoreFactory
 
 def test_a_rank_that_finished_may_be_waited_for_in_a_mean(make_stores: StoreFactory) -> None:
     """Rank 1's step() has returned: it is on its way to the mean that rank 0 calls before its own step()."""
-    spec = make_spec(2)
-    with make_stores(2, 2) as stores:
-        ranks = start(stores, spec)
+    with started(make_stores(2, 2), make_spec(2)) as ranks:
         finished = ranks[1].finish(0.5)
         early = ranks[0].store.mean(number(1.0))
         assert means(ranks[1:], [number(2.0)]) == [(1.5,)]
@@ -152,8 +144,7 @@ def test_a_rank_that_finished_may_be_waited_for_in_a_mean(make_stores: StoreFact
 
 
 def test_the_calls_of_a_rank_that_gave_up_still_count(make_stores: StoreFactory) -> None:
-    with make_stores(2, 2, stall_timeout=0.5) as stores:
-        ranks = start(stores, make_spec(2))
+    with started(make_stores(2, 2, stall_timeout=0.5), make_spec(2)) as ranks:
         with pytest.raises(
             StallError, match=r"rank 0 waits \S+ s for the mean of 'loss': rank 1 has not made call 1 of"
         ):
@@ -186,8 +177,7 @@ def test_the_calls_of_a_rank_that_gave_up_still_count(make_stores: StoreFactory)
 def test_ranks_that_give_different_things_fail_by_name_on_all(
     make_stores: StoreFactory, ours: MeanInput, theirs: MeanInput, what: str
 ) -> None:
-    with make_stores(3, 2) as stores:
-        ranks = start(stores, make_spec(3))
+    with started(make_stores(3, 2), make_spec(3)) as ranks:
         early = ask([ranks[0], ranks[2]], [ours, theirs])
         for asked in (*early, ranks[1].store.mean(ours)):  # also who comes after it has failed
             with pytest.raises(StepMismatchError, match=rf"^call 1 of mean_over_ranks\(\): .*{what}"):
@@ -198,8 +188,7 @@ def test_ranks_that_give_different_things_fail_by_name_on_all(
 
 def test_long_lists_of_names_are_cut_in_errors(make_stores: StoreFactory) -> None:
     ours, theirs = (named(**{f"{letter}{i}": 0.0 for i in range(200)}) for letter in "ab")
-    with make_stores(2, 1) as stores:
-        ranks = start(stores, make_spec(2))
+    with started(make_stores(2, 1), make_spec(2)) as ranks:
         for asked in ask(ranks, [ours, theirs]):
             with pytest.raises(
                 StepMismatchError, match=r"only rank 0 gave 'a0', .* and 192 more, only rank 1 gave 'b0'"
@@ -209,11 +198,10 @@ def test_long_lists_of_names_are_cut_in_errors(make_stores: StoreFactory) -> Non
 
 
 def test_a_rank_that_leaves_fails_the_others_call_by_name(make_stores: StoreFactory) -> None:
-    with make_stores(3, 2) as stores:
-        ranks = start(stores, make_spec(3))
+    with started(make_stores(3, 2), make_spec(3)) as ranks:
         means(ranks, [number(1.0)] * 3)
         waiting = ask(ranks[:2], [named(acc=1.0)] * 2)
-        stores[2].close("end of the training loop")
+        ranks[2].store.close("end of the training loop")
         for asked in waiting:
             with pytest.raises(
                 RankLeftError,
@@ -247,16 +235,14 @@ def test_a_rank_in_a_mean_and_one_that_makes_another_call_are_told_at_once(
     make_stores: StoreFactory, what: str, tmp_path: Path
 ) -> None:
     call, said = OTHER_CALLS[what]
-    with make_stores(2, 2) as stores:
-        ranks = start(stores, make_spec(2))
+    with started(make_stores(2, 2), make_spec(2)) as ranks:
         for future in (ranks[0].store.mean(number(1.0)), call(ranks[1], tmp_path)):
             with pytest.raises(StepMismatchError, match=said):
                 future.result(WAIT)
 
 
 def test_what_ends_the_run_ends_means(make_stores: StoreFactory) -> None:
-    with make_stores(3, 2) as stores:
-        ranks = start(stores, make_spec(3))
+    with started(make_stores(3, 2), make_spec(3)) as ranks:
         waiting = ranks[2].store.mean(number(1.0))
         for rank, hyper in zip(ranks, (1e-3, 1e-4), strict=False):
             rank.finish(hyper=[{**ranks[0].spec.hyper[0], "lr": hyper}])
@@ -338,8 +324,7 @@ def test_a_mean_ends_with_the_error_that_nobody_foresaw_in_the_lead(name: str, m
         take_step(ranks, [random_grads(spec, 0)] * 3)
         for rank in ranks:
             rank.push(random_grads(spec, 1))
-        for norm in [rank.ask_norm() for rank in ranks]:
-            norm.result(WAIT)
+        ask_norms(ranks)
         waiting = [ranks[0].store.mean(number(1.0))]
         monkeypatch.setattr("rayzero.lead.lead.decide", decide)
         commits = [rank.commit() for rank in ranks]

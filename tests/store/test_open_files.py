@@ -25,7 +25,7 @@ from tests.support.waiting import until
 
 from .stores import TOKEN, connected, over_grpc
 from .test_grpc import attach_request
-from .toy import WAIT, make_spec, random_grads, start, take_step
+from .toy import WAIT, make_spec, random_grads, started, take_step
 
 
 def open_files(pid: int) -> int:
@@ -89,9 +89,7 @@ def test_a_rank_has_as_many_files_open_as_owners_make() -> None:
     for num_owners in (1, 2, 6):  # the first time, the process opens what its links share
         with owners(num_owners) as (addresses, _):
             before = open_files(os.getpid())
-            with ExitStack() as stack:
-                servers = [type("Server", (), {"address": address}) for address in addresses]
-                ranks = start(stack.enter_context(connected(servers)), make_spec(1))  # type: ignore[arg-type]
+            with started(connected(addresses), make_spec(1)) as ranks:
                 take_step(ranks, [random_grads(ranks[0].spec, 1)], 0.5)
                 assert ranks[0].fetch()
                 found[num_owners] = open_files(os.getpid()) - before
@@ -103,10 +101,9 @@ def test_a_rank_has_as_many_files_open_as_owners_make() -> None:
 
 def test_a_rank_has_no_connection_to_a_door_of_another_host_once_it_has_attached() -> None:
     with owners(6, num_doors=4) as (addresses, _), ExitStack() as stack:
-        servers = [type("Server", (), {"address": address}) for address in addresses]
         before, ownership = open_files(os.getpid()), Ownership(6, doors=4)
-        there = stack.enter_context(connected(servers, ownership=ownership, share=SHARED_MEMORY))  # type: ignore[arg-type]
-        ranks = start(there, make_spec(1))
+        there = connected(addresses, ownership=ownership, share=SHARED_MEMORY)
+        ranks = stack.enter_context(started(there, make_spec(1)))
         take_step(ranks, [random_grads(ranks[0].spec, 1)], 0.5)
         assert open_files(os.getpid()) - before <= files_of_rank(6, 1, 4) - PROCESS - 3 * (1 + 1)
 
@@ -139,8 +136,7 @@ def test_slabs_of_a_host_are_among_what_neighbours_make() -> None:
         return sum(".slab" in os.readlink(file) for file in files if os.path.lexists(file))
 
     before = slabs()
-    with over_grpc(3, 3, shares=lambda owner: True) as stores:
-        ranks = start(stores, make_spec(3))
+    with started(over_grpc(3, 3, shares=lambda owner: True), make_spec(3)) as ranks:
         take_step(ranks, [random_grads(ranks[0].spec, rank) for rank in range(3)], 0.5)
         neighbours = files_of_rank(1, 5) - files_of_rank(1, 0)
         assert 6 * 5 < slabs() - before <= 6 * neighbours, "of six processes together, which are this one"

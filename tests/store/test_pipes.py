@@ -157,10 +157,6 @@ def channel(stack: ExitStack, owner: FarOwner, door: CallsInMemory, slab_dir: Pa
     return stack.enter_context(closing(pipe_to(slab_dir, owner.address)))
 
 
-def notices_of(channel: LineChannel) -> Iterator[pb.NoticesResponse]:
-    return channel.notices()
-
-
 # ---- calls and notices
 
 
@@ -185,7 +181,7 @@ def test_notices_come_but_for_what_ranks_see_in_their_copy(stack: ExitStack, own
     stack.enter_context(lobby(slab_dir, None))
     channel = stack.enter_context(closing(pipe_to(slab_dir, owner.address)))
     heard = pb.NoticesResponse()
-    for notice in notices_of(channel):
+    for notice in channel.notices():
         heard.MergeFrom(notice)
         if heard.HasField("abort") and heard.HasField("process"):
             break
@@ -203,7 +199,7 @@ def test_errors_keep_class_and_text(channel: LineChannel, owner: FarOwner, text:
     assert str(raised.value) == text
     owner.gone.append(StepMismatchError(text))
     with pytest.raises(StepMismatchError) as raised:
-        list(notices_of(channel))
+        list(channel.notices())
     assert str(raised.value) == text
 
 
@@ -223,7 +219,7 @@ def test_a_call_without_an_answer_ends_at_the_callers_deadline(channel: LineChan
     assert channel.answer(channel.start("Describe", pb.DescribeRequest(), WAIT)).text == "shard 0"
 
 
-def test_a_thousand_calls_of_many_ranks_share_one_connection(
+def test_a_thousand_calls_of_many_ranks_and_their_door_share_one_connection(
     stack: ExitStack, owner: FarOwner, door: CallsInMemory, slab_dir: Path
 ) -> None:
     peers: set[str] = set()
@@ -234,35 +230,28 @@ def test_a_thousand_calls_of_many_ranks_share_one_connection(
 
     owner.answers["Describe"] = counted
     channels = [stack.enter_context(closing(pipe_to(slab_dir, owner.address, rank))) for rank in range(20)]
-    started = [
+    doors = Channel(
+        Caller.optimizer(0),
+        "optimizer 1",
+        owner.address,
+        LinkNumber("optimizer 0", 1),
+        token_metadata(TOKEN, 3, 1),
+        None,
+    )
+    calls = [
         (channel, shard, channel.start("Describe", pb.DescribeRequest(shard=shard), WAIT))
         for shard in range(50)
-        for channel in channels
+        for channel in (*channels, doors)
     ]
-    for channel, shard, call in started:
+    for channel, shard, call in calls:
         assert channel.answer(call).text == f"shard {shard}"
     assert len(peers) == 1
+    assert [far.users for far in open_to(owner.address)] == [21]
+    doors.close()
+    until(lambda: [far.users for far in open_to(owner.address)] == [20])
     for channel in channels:
         channel.close()
     until(lambda: not open_to(owner.address), what="the channel stays when nobody uses it")
-
-
-def test_a_door_and_its_ranks_share_one_connection(channel: LineChannel, owner: FarOwner) -> None:
-    peers: set[str] = set()
-
-    async def counted(request: Any, context: Any) -> pb.DescribeResponse:
-        peers.add(context.peer())
-        return await described(request, context)
-
-    owner.answers["Describe"] = counted
-    link = LinkNumber("optimizer 0", 1)
-    metadata = token_metadata(TOKEN, 3, 1)
-    with closing(Channel(Caller.optimizer(0), "optimizer 1", owner.address, link, metadata, None)) as doors:
-        for each in (channel, doors):
-            each.answer(each.start("Describe", pb.DescribeRequest(), WAIT))
-        assert [far.users for far in open_to(owner.address)] == [2]
-    assert len(peers) == 1
-    until(lambda: [far.users for far in open_to(owner.address)] == [1])
 
 
 # ---- breaks
@@ -280,10 +269,10 @@ def test_lines_break_with_the_owner_and_new_ones_reach_its_successor(
         with pytest.raises(BrokenLinkError):
             channel.answer(call)
         with pytest.raises(BrokenLinkError):
-            list(notices_of(channel))
+            list(channel.notices())
     late = stack.enter_context(closing(pipe_to(slab_dir, owner.address)))
     with pytest.raises(BrokenLinkError, match=r"rank 5, optimizer 1: .*refused"):
-        list(notices_of(late))
+        list(late.notices())
     successor = FarOwner(stack)
     successor.answers["Describe"] = described
     again = stack.enter_context(closing(pipe_to(slab_dir, successor.address)))
@@ -329,37 +318,11 @@ time.sleep(WAIT)
     until(lambda: len(list_slabs(slab_dir)) == 1, what="memory stays")
 
 
-def test_the_death_of_the_process_that_makes_calls_breaks_them_at_once(owner: FarOwner, slab_dir: Path) -> None:
-    owner.answers["Leave"] = never
-    program = """
-import pathlib, signal, sys
-from store.test_lines import lobby
-with lobby(pathlib.Path(sys.argv[1]), None):
-    print("up", flush=True)
-    signal.pause()
-"""
-    with forked(program, slab_dir) as process:
-        assert process.said() == "up"
-        with closing(pipe_to(slab_dir, owner.address)) as channel:
-            notices = notices_of(channel)
-            assert next(notices).process.pid == 17
-            started = channel.start("Leave", pb.LeaveRequest(rank=5), WAIT)
-            until(lambda: len(owner.asked) == 1, what="the call does not come")
-            process.kill()
-            began = time.monotonic()
-            with pytest.raises(BrokenLinkError, match="optimizer actor of this host that calls it has died"):
-                list(notices)
-            assert time.monotonic() - began < 0.5, "not at a look that comes once a second"
-            with pytest.raises(BrokenLinkError, match="has died"):
-                channel.answer(started)
-    assert owner.ended.wait(WAIT)
-
-
 def test_a_damaged_answer_breaks_the_line(
     channel: LineChannel, owner: FarOwner, door: CallsInMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner.answers["Describe"] = described
-    assert next(notices_of(channel)).process.pid == 17
+    assert next(channel.notices()).process.pid == 17
     (far,) = open_to(owner.address)
 
     async def damaged(*_: Any, **__: Any) -> None:
@@ -385,7 +348,7 @@ def test_a_server_of_another_run_is_a_broken_link_to_who_has_met_the_owner(
     stack.callback(lambda: shared_loop().run(server.stop(None), WAIT))
     channel = stack.enter_context(closing(pipe_to(slab_dir, address, met=met)))
     with pytest.raises(error) as raised:
-        list(notices_of(channel))
+        list(channel.notices())
     assert isinstance(raised.value, BrokenLinkError) == met
 
 

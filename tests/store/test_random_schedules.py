@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from rayzero.protocol.messages import ModelSpec
 from store.stores import STORES, inprocess
-from store.toy import WAIT, Grads, Rank, equal, make_spec, masters, random_grads, start
+from store.toy import WAIT, Grads, Rank, equal, make_spec, masters, random_grads, start, started
 
 MAX_PUSHES = 3  # of one unit in one attempt
 
@@ -75,8 +75,7 @@ def events_of(rank: Rank, program: Sequence[RankStep], spec: ModelSpec):  # type
 
 def interleave(spec: ModelSpec, program: Sequence[Sequence[RankStep]], num_owners: int, order: random.Random) -> Grads:
     """Run all ranks in one thread, an event of a random rank at a time."""
-    with inprocess(spec.world_size, num_owners) as stores:
-        ranks = start(stores, spec)
+    with started(inprocess(spec.world_size, num_owners), spec) as ranks:
         running = {r.rank: events_of(r, program[r.rank], spec) for r in ranks}
         needs = {rank: next(events) for rank, events in running.items()}
         while running:

@@ -143,17 +143,6 @@ def shown(here: Sequence[int]) -> set[int]:
     return {unit.index for unit in UNITS if unit.index not in away}
 
 
-def test_nothing_is_left_of_a_rank_that_has_closed(make: Make, stack: ExitStack, slab_dir: Path) -> None:
-    offers = {0: owner_of(stack, slab_dir, 0)}
-    before = sorted(slab_dir.iterdir())
-    memories = [joined(make(rank, host_push="always"), offers) for rank in range(2)]
-    assert len(list(slab_dir.iterdir())) == len(before) + 4
-    for memory in memories:
-        memory.close(CLOSED)
-        memory.close(CLOSED)
-    assert sorted(slab_dir.iterdir()) == before
-
-
 # ---- other owners
 
 

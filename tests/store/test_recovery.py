@@ -27,15 +27,13 @@ from rayzero.protocol.messages import Action, Decision, ModelSpec
 from rayzero.protocol.ownership import Ownership
 from rayzero.slabs.sweep import SHARED_MEMORY, list_slabs
 from rayzero.store.owner.memory.shared_owner import SharedOwner
-from rayzero.store.rank.rank_store import RankStore
-from rayzero.store.remote.remote_connection import RankTerms, RemoteConnection
 from rayzero.store.shm.recovery import DeadRun, DeadShard, Outcome, RecoveryVerdict, assess, read_run
 from rayzero.store.shm.shared_plan import SharedPlan
 from tests.support import needs
 
-from .stores import TOKEN
+from .stores import connected
 from .test_shared_store import served
-from .toy import Rank, make_spec, masters, random_grads, start
+from .toy import Rank, make_spec, masters, random_grads, started
 
 # ---- the decision, from values
 
@@ -167,13 +165,8 @@ def halt_at(point: str, patch: Any, stop: Any = halt) -> None:
 
 
 def two_steps(stack: ExitStack, spec: ModelSpec, directory: Path = SHARED_MEMORY) -> Rank:
-    store = RankStore(
-        RemoteConnection(
-            0, served(stack, 1, directory=directory), RankTerms(token=TOKEN, share=directory, stall_timeout=20)
-        )
-    )
-    stack.callback(store.close)
-    (rank,) = start([store], spec)
+    stores = connected(served(stack, 1, directory=directory), share=directory, stall_timeout=20)
+    (rank,) = stack.enter_context(started(stores, spec))
     for step in range(2):
         rank.fetch()
         rank.push(random_grads(spec, step))
@@ -212,9 +205,7 @@ def test_an_update_that_stopped_anywhere_is_told_from_the_files(point: str, monk
 def test_every_kernel_stamps_what_it_wrote(kernel: str) -> None:
     spec = replace(make_spec(1), run=f"stamps-{kernel}", kernel=kernel)
     with ExitStack() as stack:
-        store = RankStore(RemoteConnection(0, served(stack, 1), RankTerms(token=TOKEN, share=SHARED_MEMORY)))
-        stack.callback(store.close)
-        (rank,) = start([store], spec)
+        (rank,) = stack.enter_context(started(connected(served(stack, 1), share=SHARED_MEMORY), spec))
         rank.push(random_grads(spec, 1))
         rank.finish().result(20)
         masters(rank, 1)

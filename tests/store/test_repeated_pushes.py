@@ -86,24 +86,6 @@ class Rank:
         return [(each.contribution.step, each.unit.index) for _, sent, _ in self.wires[owner].sent for each in sent]
 
 
-def test_an_owner_gets_again_what_it_has_not_published() -> None:
-    rank = Rank()
-    for unit in range(3):
-        rank.push(unit, 5)
-    rank.publish(1, 6)
-    for owner in range(OWNERS):
-        owned = {shard.unit for shard in PLAN.shards_of(owner)}
-        assert rank.send(owner) == [(5, unit) for unit in (0, 2) if unit in owned]
-        [(_, sent, size)] = rank.wires[owner].sent
-        assert size == sum(4 * shard.numel for each in sent for shard in each.shards)
-        for each in sent:
-            assert {PLAN.shard_map.owner(shard.index) for shard in each.shards} == {owner}
-            for shard in each.shards:
-                mine = slice(shard.start, shard.stop)
-                assert each.values[mine].equal(rank.gradients.memory.homes[each.unit.index][mine])
-                assert each.values[shard.start] == 5 + each.unit.index
-
-
 def test_what_a_former_life_has_pushed_of_decided_steps_goes_first() -> None:
     left = torch.ones(UNITS[1].numel)
     pushed = Pushed(step=4, attempt=0, count=1, presence=everything(1))
@@ -114,33 +96,6 @@ def test_what_a_former_life_has_pushed_of_decided_steps_goes_first() -> None:
     rank.wires[owner].sent.clear()
     rank.publish(1, 5)
     assert rank.send(owner) == [(5, 0)]
-
-
-def test_each_push_that_is_still_kept_goes_again_in_order() -> None:
-    rank = Rank()
-    for seq in range(2):
-        full = everything(1)
-        contribution = Contribution(step=2, attempt=0, rank=3, unit=1, seq=seq, presence=full)
-        pushed = rank.gradients.put(contribution, torch.full((UNITS[1].numel,), float(seq)))
-    rank.gradients.announced(1)
-    owner = next(owner for owner in range(OWNERS) if 1 in {shard.unit for shard in PLAN.shards_of(owner)})
-    rank.repeats.send(owner, cast(Channel, "channel"))
-    [(_, sent, _)] = rank.wires[owner].sent
-    shard = sent[0].shards[0]
-    assert [(each.contribution.seq, each.contribution.sum_of) for each in sent] == [(0, 0), (1, 0)]
-    assert [float(each.values[shard.start]) for each in sent] == [0.0, 1.0]
-    rank.gradients.give_back(1, pushed[0], lambda _: None)
-    rank.repeats.send(owner, cast(Channel, "channel"))
-    assert [each.contribution.seq for each in rank.wires[owner].sent[-1][1]] == [1]
-
-
-def test_no_stream_is_opened_for_an_owner_that_lacks_nothing() -> None:
-    rank = Rank()
-    assert rank.send(0) == []
-    rank.push(0, 2)
-    rank.publish(0, 3)
-    assert rank.send(0) == []
-    assert rank.wires[0].sent == []
 
 
 def test_all_owners_are_sent_to_over_whatever_channel_is_open_then() -> None:

@@ -88,28 +88,6 @@ def test_a_window_shows_what_all_owners_of_a_unit_write_or_there_is_none(owners:
             assert (found is not None) == (pages or one_owner)
 
 
-def test_a_unit_of_an_owner_elsewhere_has_no_window(slabs: ExitStack) -> None:
-    plan = plan_of(2, shard_numel=1024)
-    windows = UnitWindows(plan, {0: owner_slabs(slabs, plan, 0).arena}, page_lock=None)
-    here = {shard.unit for shard in plan.shards_of(0)} - {shard.unit for shard in plan.shards_of(1)}
-    assert {u.index for u in plan.spec.layout.units if windows.tensor(u.index) is not None} == here
-
-
-def test_writes_into_a_window_stay_private_and_are_reverted(slabs: ExitStack) -> None:
-    plan = plan_of(1)
-    arenas = {0: owner_slabs(slabs, plan, 0).arena}
-    fill(plan, arenas)
-    windows = UnitWindows(plan, arenas, page_lock=None)
-    window, truth = windows.tensor(0), arenas[0].tensor(0)
-    assert window is not None
-    window.zero_()
-    assert truth[5] == 5
-    windows.revert(0)
-    assert window[5] == 5
-    truth[5] = 7
-    assert window[5] == 7
-
-
 def test_masters_and_moments_are_not_in_slabs_that_ranks_map(slabs: ExitStack) -> None:
     plan = plan_of(1, dtypes=[torch.bfloat16] * 3)
     memory = owner_slabs(slabs, plan, 0)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +12,8 @@ import pytest
 import torch
 from forked import forked
 
-import rayzero
 from rayzero.config import ZeroConfig
-from rayzero.engine.context import RankContext
-from rayzero.errors import HandshakeError, MemoryPlanError, RayZeroError, StoreError, UnsupportedError
+from rayzero.errors import HandshakeError, MemoryPlanError, StoreError, UnsupportedError
 from rayzero.kernels import splits_masters
 from rayzero.layout.model_layout import ModelLayout, lay_out_unit
 from rayzero.layout.shard_map import shard_map_for
@@ -28,20 +24,17 @@ from rayzero.slabs.sweep import SHARED_MEMORY, list_slabs
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.handlers import ModelCalls
 from rayzero.store.owner.memory.shared_owner import SharedOwner
-from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.remote.owner_table import OwnerTable, connect_store
-from rayzero.store.remote.remote_connection import RankTerms, RemoteConnection
 from rayzero.store.shm.lines import Line
 from rayzero.store.shm.shared_plan import SharedPlan
 from rayzero.store.shm.words import Stamps
 from rayzero.telemetry.names import TRANSFER_BYTES
 from rayzero.telemetry.recorder import MemoryRecorder, NullRecorder
-from rayzero.testing import run_ranks
 from tests.support import needs
 from tests.support.waiting import until
 
-from .stores import TOKEN, serving
-from .toy import WAIT, Rank, equal, initial_values, make_spec, masters, random_grads, start, take_step
+from .stores import TOKEN, connected, serving
+from .toy import WAIT, Rank, equal, make_spec, masters, random_grads, started, take_step
 
 pytestmark = needs.signals_between_processes
 
@@ -62,13 +55,8 @@ def served(
 def ranks_of(
     stack: ExitStack, addresses: list[str], world_size: int, *, share: Path = SHARED_MEMORY, **options: Any
 ) -> list[Rank]:
-    stores = [
-        RankStore(RemoteConnection(r, addresses, RankTerms(token=TOKEN, share=share, **options)))
-        for r in range(world_size)
-    ]
-    for store in stores:
-        stack.callback(store.close)
-    return start(stores, make_spec(world_size))
+    stores = connected(addresses, world_size, share=share, **options)
+    return stack.enter_context(started(stores, make_spec(world_size)))
 
 
 def test_no_call_is_made_within_a_step(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,36 +105,6 @@ with ExitStack() as stack:
     print(len(psutil.Process().net_connections("inet")), flush=True)
 """
     with forked(program, *served(stack, 2)) as process:
-        assert process.said() == "0"
-
-
-def test_ranks_whose_gradients_are_summed_open_no_connection_to_owners_of_other_hosts(
-    stack: ExitStack, slab_dir: Path
-) -> None:
-    """Their calls and what moves within them go through the owner of their host."""
-    program = """
-import pathlib, sys
-from contextlib import ExitStack
-import psutil
-import torch
-from store.test_shared_store import ranks_of
-from store.toy import WAIT, masters, random_grads, take_step
-directory, *addresses = sys.argv[1:]
-with ExitStack() as stack:
-    how = dict(share=pathlib.Path(directory), host_push="always", ranks_here=range(2))
-    ranks = ranks_of(stack, addresses, 2, **how)
-    for seed in range(2):
-        take_step(ranks, [random_grads(rank.spec, 2 * seed + rank.rank) for rank in ranks])
-    unit = ranks[0].spec.layout.units[1]
-    values = torch.arange(unit.numel, dtype=torch.float32)
-    for write in [rank.store.write(unit.index, 2, "master", values.clone()) for rank in ranks]:
-        write.result(WAIT)
-    found = masters(ranks[0])  # states, which no memory shows
-    assert all(torch.equal(found[slot.name].flatten(), values[slot.start : slot.stop]) for slot in unit.slots)
-    print(len(psutil.Process().net_connections("inet")), flush=True)
-"""
-    addresses = served(stack, 3, directories=[slab_dir, SHARED_MEMORY, SHARED_MEMORY])
-    with forked(program, slab_dir, *addresses) as process:
         assert process.said() == "0"
 
 
@@ -214,10 +172,7 @@ def test_gradients_are_gathered_where_owners_read_and_parameters_read_where_owne
 @pytest.mark.promise("observable", "transports")
 def test_bytes_are_counted_as_shared_memory(stack: ExitStack) -> None:
     recorder = MemoryRecorder()
-    addresses = served(stack, 2)
-    store = RankStore(RemoteConnection(0, addresses, RankTerms(token=TOKEN, share=SHARED_MEMORY, recorder=recorder)))
-    stack.callback(store.close)
-    (rank,) = start([store], make_spec(1))
+    (rank,) = ranks_of(stack, served(stack, 2), 1, recorder=recorder)
     take_step([rank], [random_grads(rank.spec, 1)])
     size = sum(unit.size_bytes for unit in rank.spec.layout.units)
     before = recorder.total(TRANSFER_BYTES, direction="fetch", transport="shm")
@@ -229,32 +184,14 @@ def test_bytes_are_counted_as_shared_memory(stack: ExitStack) -> None:
 
 def test_transport_shm_refuses_owners_elsewhere_and_auto_takes_them(stack: ExitStack) -> None:
     addresses = served(stack, 1, sharing=False)
-    spec = make_spec(1)
     config = ZeroConfig(transport="shm")
     forced = connect_store(0, OwnerTable(addresses), token=TOKEN, config=config, recorder=NullRecorder())
     stack.callback(forced.close)
     with pytest.raises(UnsupportedError, match=r"transport='shm', but optimizers \[0\] share no memory with rank 0"):
-        forced.attach(spec)
+        forced.attach(make_spec(1))
 
 
-def test_a_directory_without_room_is_one_line_at_start(stack: ExitStack) -> None:
-    free = os.statvfs(SHARED_MEMORY)
-    numel = free.f_bavail * free.f_frsize // 8  # 16 bytes a parameter with moments and gradients: twice what is free
-    unit = lay_out_unit(0, "huge", torch.float32, True, [("huge.weight", (numel // 64 * 64,))])
-    base = make_spec(1)
-    spec = type(base)(
-        run="too-large",
-        layout=ModelLayout(units=(unit,), shard_numel=1 << 26),
-        world_size=1,
-        optimizer=base.optimizer,
-        hyper=base.hyper,
-        group_of=((0,),),
-    )
-    store = RankStore(RemoteConnection(0, served(stack, 1), RankTerms(token=TOKEN, share=SHARED_MEMORY)))
-    stack.callback(store.close)
-    with pytest.raises(MemoryPlanError, match=r"needs .* but "):
-        store.attach(spec)
-    assert not [slab for slab in list_slabs() if "too-large" in slab.path.name]
+PLANNED = f"planned {os.getpid()}"  # this process's run: others may measure theirs beside it
 
 
 def planned(stack: ExitStack, dtype: torch.dtype, accumulation_steps: int = 1) -> list[Rank]:
@@ -266,7 +203,7 @@ def planned(stack: ExitStack, dtype: torch.dtype, accumulation_steps: int = 1) -
     )
     base = make_spec(2)
     spec = ModelSpec(
-        run="planned",
+        run=PLANNED,
         layout=ModelLayout(units=units, shard_numel=1 << 18),
         world_size=2,
         optimizer=base.optimizer,
@@ -274,18 +211,12 @@ def planned(stack: ExitStack, dtype: torch.dtype, accumulation_steps: int = 1) -
         group_of=((0,) * len(shapes),) * len(units),
         accumulation_steps=accumulation_steps,
     )
-    addresses = served(stack, 2)
-    stores = [
-        RankStore(RemoteConnection(rank, addresses, RankTerms(token=TOKEN, share=SHARED_MEMORY))) for rank in range(2)
-    ]
-    for store in stores:
-        stack.callback(store.close)
-    return start(stores, spec)
+    return stack.enter_context(started(connected(served(stack, 2), 2, share=SHARED_MEMORY), spec))
 
 
 def planned_pages() -> int:
     """Bytes of the pages that exist, not what sizes say."""
-    slabs = [s for s in list_slabs() if s.header is not None and s.header.facts.run == "planned" and s.alive]
+    slabs = [s for s in list_slabs() if s.header is not None and s.header.facts.run == PLANNED and s.alive]
     return sum(slab.path.stat().st_blocks * 512 for slab in slabs)
 
 
@@ -329,50 +260,6 @@ def test_owners_that_stand_still_have_no_memory_for_totals(
 # ---- processes
 
 
-def train(ctx: RankContext) -> dict[str, torch.Tensor]:
-    model = torch.nn.Sequential(torch.nn.Linear(40, 70), torch.nn.ReLU(), torch.nn.Linear(70, 3))
-    with torch.no_grad():  # ranks that are threads share torch's random generator
-        for param in model.parameters():
-            param.copy_(torch.linspace(-0.1, 0.1, param.numel()).view_as(param))
-    model, optimizer = rayzero.prepare(
-        model, torch.optim.AdamW(model.parameters(), lr=0.01), ZeroConfig(min_unit_bytes=1)
-    )
-    for step in range(4):
-        inputs = torch.randn(8, 40, generator=torch.Generator().manual_seed(10 * step + ctx.rank))
-        model(inputs).square().mean().backward()
-        optimizer.clip_grad_norm_(0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-    return rayzero.full_state_dict(model)
-
-
-def test_ranks_in_processes_of_their_own_have_the_bits_of_every_other_store() -> None:
-    expected = run_ranks(train, 2, 1)[0]
-    for state in run_ranks(train, 2, 2, "shm", processes=True):
-        assert {name: value.tolist() for name, value in state.items()} == {n: v.tolist() for n, v in expected.items()}
-
-
-def die(pids: Path, ctx: RankContext) -> None:
-    (pids / str(os.getpid())).touch()
-    model = torch.nn.Linear(40, 70)
-    model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
-    model(torch.ones(1, 40)).sum().backward()
-    if ctx.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    optimizer.step()
-    optimizer.zero_grad()
-    rayzero.full_state_dict(model)
-
-
-def test_a_killed_rank_ends_the_others_and_its_slabs_are_swept(tmp_path: Path) -> None:
-    with pytest.raises(RayZeroError):
-        run_ranks(partial(die, tmp_path), 2, 1, "shm", processes=True)
-    ours = {os.getpid(), *(int(pid.name) for pid in tmp_path.iterdir())}  # others may run beside this test
-    assert len(ours) == 3
-    left = [slab for slab in list_slabs() if slab.header is not None and slab.header.pid in ours]
-    assert [slab.path for slab in left if not slab.alive] == []
-
-
 @pytest.mark.timeout(20)
 def test_a_file_that_is_no_slab_is_not_opened(tmp_path: Path) -> None:
     """A rank says which files are its slabs: an owner that opens a FIFO to read it waits for ever."""
@@ -383,23 +270,3 @@ def test_a_file_that_is_no_slab_is_not_opened(tmp_path: Path) -> None:
             plan.attach(str(path), "optimizer 0", writable=False)
     with pytest.raises(HandshakeError, match="is not there"):
         plan.attach(str(tmp_path / "none"), "optimizer 0", writable=False)
-
-
-def test_the_slabs_of_a_killed_process_are_gone_after_the_next_start(stack: ExitStack, slab_dir: Path) -> None:
-    program = """
-import pathlib, signal, sys
-from contextlib import ExitStack
-from store.test_shared_store import ranks_of, served
-stack, slab_dir = ExitStack(), pathlib.Path(sys.argv[1])
-ranks_of(stack, served(stack, 1, directory=slab_dir), 1, share=slab_dir)
-print("up", flush=True)
-signal.pause()
-"""
-    with forked(program, slab_dir) as process:
-        assert process.said() == "up"
-        left = [slab.path for slab in list_slabs(slab_dir)]
-        assert len(left) == 7
-    assert all(path.exists() for path in left)
-    ranks = ranks_of(stack, served(stack, 1, directory=slab_dir), 1, share=slab_dir)
-    assert not any(path.exists() for path in left)
-    assert ranks[0].fetch(0).keys() == initial_values(ranks[0].spec).keys()

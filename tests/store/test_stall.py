@@ -44,26 +44,6 @@ def test_a_wait_that_begins_after_the_end_fails_with_it() -> None:
         watch.watch(Future(), "x", lambda _: settled("y")).result(0)
 
 
-def test_progress_renews_the_wait(clock: Clock) -> None:
-    tiles = iter(range(100))
-    watch = StallWatch("rank 0", 10.0, poll_s=None)
-    future: Future[None] = watch.watch(Future(), "x", lambda _: settled(f"updating tile {next(tiles)}/100"))
-    for _ in range(20):
-        clock.now += 9.0
-        watch.check_all()
-    assert not future.done()
-
-
-def test_a_wait_that_ends_is_forgotten(clock: Clock) -> None:
-    watch = StallWatch("rank 0", 10.0, poll_s=None)
-    future: Future[int] = watch.watch(Future(), "x", lambda _: settled("nothing"))
-    future.set_result(5)
-    clock.now += 100.0
-    watch.check_all()
-    assert future.result(0) == 5
-    assert watch.num_waits == 0
-
-
 def test_its_thread_does_the_same() -> None:
     watch = StallWatch("rank 3", 0.5)
     future: Future[None] = watch.watch(Future(), "rank 0", lambda _: settled("it sleeps"))

@@ -24,12 +24,10 @@ from rayzero.engine.context import RankContext
 from rayzero.errors import StallError
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import serve_models
-from rayzero.store.rank.rank_store import RankStore
-from rayzero.store.remote.remote_connection import RankTerms, RemoteConnection
 from rayzero.store.shm.signals import why_no_sharing
 from rayzero.testing import run_ranks
-from store.stores import TOKEN
-from store.toy import WAIT, Rank, make_spec, random_grads, start, take_step
+from store.stores import TOKEN, connect, connected, owner_process
+from store.toy import WAIT, Rank, make_spec, random_grads, started, take_step
 
 TIMEOUT_S = 3.0
 BUSY_S = 20.0  # what a crowded machine may add to any of the times here
@@ -38,40 +36,19 @@ WAYS = ["grpc"] if why_no_sharing() is not None else ["grpc", "shm"]
 
 
 @contextmanager
-def owner_process(owner: int, share: Path | None) -> Iterator[tuple[Forked, str]]:
-    """One of two owners in a process of its own; its address. It is told its peers on its standard input."""
-    program = f"""
-        import sys
-        from pathlib import Path
-        from rayzero.store.owner.server import serve_models
-        from rayzero.store.owner.hosted import HostedModels
-        models = HostedModels({owner}, 2, share={f"Path({str(share)!r})" if share else None})
-        server = serve_models(models, token={TOKEN!r})
-        print(server.address, flush=True)
-        server.connect_peers(input().split())
-        print("connected", flush=True)
-        input()
-    """
-    with forked(program) as process:
-        yield process, process.said()
-
-
-@contextmanager
 def one_rank(way: str, away: int, slab_dir: Path) -> Iterator[tuple[Rank, Forked]]:
     """A rank that has attached to two owners; the process of owner ``away``, the other one is here."""
     share = slab_dir if way == "shm" else None
     with ExitStack() as stack:
-        process, address = stack.enter_context(owner_process(away, share))
+        process, address = stack.enter_context(owner_process(away, share=share))
         models = HostedModels(1 - away, 2, share=share)
         stack.callback(models.close)
         server = stack.enter_context(serve_models(models, token=TOKEN))
         addresses = [server.address, address] if away else [address, server.address]
-        process.say(*addresses)
-        assert process.said() == "connected"
+        connect([process], addresses)
         server.connect_peers(addresses)
-        store = RankStore(RemoteConnection(0, addresses, RankTerms(token=TOKEN, share=share, stall_timeout=TIMEOUT_S)))
-        stack.callback(store.close)
-        (rank,) = start([store], make_spec(1))
+        stores = connected(addresses, share=share, stall_timeout=TIMEOUT_S)
+        (rank,) = stack.enter_context(started(stores, make_spec(1)))
         yield rank, process
 
 

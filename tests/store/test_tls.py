@@ -36,7 +36,7 @@ from rayzero.telemetry.recorder import MemoryRecorder
 from store.proxy import Proxy
 from store.stores import TOKEN, connected, serving
 from store.test_tensor_streams import ask, member
-from store.toy import WAIT, make_spec, masters, random_grads, start, take_step
+from store.toy import WAIT, make_spec, masters, random_grads, start, started, take_step
 from tests.support.waiting import until
 
 RUN = Authority("this one", on_loopback=True)
@@ -65,12 +65,10 @@ def refusal(
 @contextmanager
 def one_step_goes_on(servers: list[OwnerServer]) -> Iterator[None]:
     """Before the block and after it, a rank that is let in takes a step."""
-    spec = make_spec(1)
-    with connected(servers, tls=of_rank(0)) as stores:
-        ranks = start(stores, spec)
-        take_step(ranks, [random_grads(spec, 1)], 0.5)
+    with started(connected(servers, tls=of_rank(0)), make_spec(1)) as ranks:
+        take_step(ranks, [random_grads(ranks[0].spec, 1)], 0.5)
         yield
-        take_step(ranks, [random_grads(spec, 2)], 0.5)
+        take_step(ranks, [random_grads(ranks[0].spec, 2)], 0.5)
         assert masters(ranks[0])
 
 
@@ -119,23 +117,39 @@ def test_a_client_that_shows_nothing_is_not_let_in() -> None:
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
-@pytest.mark.parametrize("name", [name_of_rank(0), ANY_RANK, None])
-def test_what_owners_ask_of_each_other_is_not_for_ranks(name: str | None) -> None:
-    shown = Identity(RUN.issue("somebody", [] if name is None else [name]))
+RANK_0 = (*token_metadata(TOKEN), *life_metadata(0, 0))
+NOT_FOR: dict[str, tuple[str, list[str], Metadata, str]] = {
+    **{
+        f"what owners ask, {names}": (OWNER_SERVICE, names, token_metadata(TOKEN), " was called with a certificate of")
+        for names in ([name_of_rank(0)], [ANY_RANK], [])
+    },
+    "what another rank asks": (STORE_SERVICE, [name_of_rank(1)], RANK_0, " was called by rank 0 with a certificate of"),
+    **{
+        f"what no named rank asks, {name}": (STORE_SERVICE, [name], token_metadata(TOKEN), " was called ")
+        for name in (name_of_rank(0), ANY_RANK)
+    },
+    **{  # a call over a newer link ends those of the same caller over older ones
+        f"what is sent over a link of {caller}": (
+            STORE_SERVICE,
+            [name_of_rank(0)],
+            (*RANK_0, *LinkNumber(caller, 10**30).metadata),
+            f" of rank 0 was sent over a link of {caller}",
+        )
+        for caller in ("rank 1", "lead")
+    },
+}
+"""service, the names in the certificate, what a call shows, its refusal behind the name of the method"""
+
+
+@pytest.mark.parametrize("what", NOT_FOR)
+def test_no_method_is_for_another_certificate_of_the_run(what: str) -> None:
+    service, names, metadata, refused = NOT_FOR[what]
+    shown = Identity(RUN.issue("somebody", names))
     with serving(tls=OWN) as servers, one_step_goes_on(servers):
-        for method in methods(OWNER_SERVICE):
-            said = refusal(servers[0], shown, OWNER_SERVICE, method, token_metadata(TOKEN))
+        for method in methods(service):
+            said = refusal(servers[0], shown, service, method, metadata)
             assert isinstance(said, HandshakeError), method
-            assert f"{method} was called with a certificate of" in str(said)
-
-
-def test_what_a_rank_asks_is_for_that_rank_alone() -> None:
-    metadata = (*token_metadata(TOKEN), *life_metadata(0, 0))
-    with serving(tls=OWN) as servers, one_step_goes_on(servers):
-        for name in methods(STORE_SERVICE):
-            said = refusal(servers[0], of_rank(1), STORE_SERVICE, name, metadata)
-            assert isinstance(said, HandshakeError), name
-            assert f"{name} was called by rank 0 with a certificate of" in str(said)
+            assert str(said).startswith(method + refused)
 
 
 def test_a_follower_asks_for_what_is_published_and_for_nothing_else() -> None:
@@ -184,32 +198,12 @@ def test_a_message_of_a_rank_is_taken_from_that_rank_alone() -> None:
     assert {"Attach", "Finish", "Commit", "Mean", "Discard", "Write", "Save", "Leave", "Notices"} <= set(refused)
 
 
-@pytest.mark.parametrize("name", [name_of_rank(0), ANY_RANK])
-def test_a_rank_that_does_not_say_which_one_it_is_may_ask_nothing(name: str) -> None:
-    shown = Identity(RUN.issue("somebody", [name]))
-    with serving(tls=OWN) as servers, one_step_goes_on(servers):
-        for method in methods(STORE_SERVICE):
-            said = refusal(servers[0], shown, STORE_SERVICE, method, token_metadata(TOKEN))
-            assert isinstance(said, HandshakeError), method
-
-
 def test_without_tls_a_rank_says_which_one_it_is_too() -> None:
     with serving() as (server,), connected([server]) as stores:
         start(stores, make_spec(1))
         for method in sorted(methods(STORE_SERVICE).keys() - {"GetKept"}):
             said = refusal(server, None, STORE_SERVICE, method, token_metadata(TOKEN))
             assert str(said) == f"{method} was called by a rank that does not say which one it is"
-
-
-@pytest.mark.parametrize("caller", ["rank 1", "lead"])
-def test_nobody_ends_the_calls_of_another_one(caller: str) -> None:
-    """A call over a newer link ends those of the same caller over older ones."""
-    metadata = (*token_metadata(TOKEN), *life_metadata(0, 0), *LinkNumber(caller, 10**30).metadata)
-    with serving(tls=OWN) as servers, one_step_goes_on(servers):
-        for method in methods(STORE_SERVICE):
-            said = refusal(servers[0], of_rank(0), STORE_SERVICE, method, metadata)
-            assert isinstance(said, HandshakeError)
-            assert str(said) == f"{method} of rank 0 was sent over a link of {caller}"
 
 
 def test_what_a_rank_pushes_has_gradients_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
@@ -262,15 +256,6 @@ def test_which_addresses_are_within_a_host(address: str, expected: bool) -> None
     assert is_loopback(address) is expected
 
 
-def test_refused_calls_are_counted_and_told(caplog: pytest.LogCaptureFixture) -> None:
-    with serving(tls=OWN) as (server,):
-        for _ in range(5):
-            refusal(server, of_rank(0), OWNER_SERVICE, "Apply", token_metadata(TOKEN))
-    (said,) = [line for line in caplog.messages if line.startswith("refused")]
-    assert "refused 1 call, the last from ipv4:127.0.0.1:" in said
-    assert said.endswith("Apply was called with a certificate of rank-0.rayzero; it takes one of owner.rayzero")
-
-
 # ---- certificates that end
 
 
@@ -280,8 +265,7 @@ def test_new_certificates_are_shown_to_who_connects_next_and_cut_no_connection()
     short = timedelta(seconds=2)
     owner, rank = Identity(RUN.issue("optimizer", [OWNER], short)), Identity(RUN.issue("0", [name_of_rank(0)], short))
     spec, recorder = make_spec(1), MemoryRecorder()
-    with serving(tls=owner) as servers, connected(servers, tls=rank, recorder=recorder) as stores:
-        ranks = start(stores, spec)
+    with serving(tls=owner) as servers, started(connected(servers, tls=rank, recorder=recorder), spec) as ranks:
         take_step(ranks, [random_grads(spec, 1)], 0.5)
         time.sleep(max(0.0, rank.now.ends.timestamp() + 0.1 - time.time()))
         assert owner.now.have_ended

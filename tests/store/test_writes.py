@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rayzero.errors import RankLeftError, StallError, StepMismatchError, StoreError
+from rayzero.errors import RankLeftError, StallError, StepMismatchError
 from rayzero.protocol.messages import COMPUTE, GROUP, MASTER, STEP
 from store.stores import StoreFactory
 from store.toy import (
@@ -17,13 +17,14 @@ from store.toy import (
     WAIT,
     PlainAdamW,
     Rank,
+    ask_norms,
     equal,
     flatten,
     initial_values,
     make_spec,
     masters,
     random_grads,
-    start,
+    started,
     take_step,
 )
 
@@ -49,8 +50,7 @@ def test_what_all_ranks_write_is_published_at_the_same_version_and_trained_on(
 ) -> None:
     spec, grads = make_spec(world_size), random_grads(make_spec(world_size), 1)
     plain = PlainAdamW(spec)
-    with make_stores(world_size, 2) as stores:
-        ranks = start(stores, spec)
+    with started(make_stores(world_size, 2), spec) as ranks:
         take_step(ranks, [grads] * world_size)
         plain.step([grads] * world_size)
         for unit in spec.layout.units:
@@ -68,9 +68,7 @@ def test_what_all_ranks_write_is_published_at_the_same_version_and_trained_on(
 
 
 def test_after_a_stalled_write_the_callers_memory_is_its_own(make_stores: StoreFactory) -> None:
-    spec = make_spec(2)
-    with make_stores(2, 2, stall_timeout=0.8) as stores:
-        ranks = start(stores, spec)
+    with started(make_stores(2, 2, stall_timeout=0.8), make_spec(2)) as ranks:
         written = values_of(ranks[0], 1, COMPUTE) * 2
         memory = written.clone()
         with pytest.raises(StallError):
@@ -81,10 +79,8 @@ def test_after_a_stalled_write_the_callers_memory_is_its_own(make_stores: StoreF
 
 
 def test_a_bf16_master_keeps_its_precision_where_nothing_was_written(make_stores: StoreFactory) -> None:
-    spec = make_spec(2, dtypes=[BF16, BF16, torch.float32])
-    with make_stores(2, 2) as stores:
-        ranks = start(stores, spec)
-        take_step(ranks, [random_grads(spec, rank) for rank in range(2)])
+    with started(make_stores(2, 2), make_spec(2, dtypes=[BF16, BF16, torch.float32])) as ranks:
+        take_step(ranks, [random_grads(ranks[0].spec, rank) for rank in range(2)])
         before, values = values_of(ranks[0], 0, MASTER), values_of(ranks[0], 0, COMPUTE)
         assert not torch.equal(before, before.bfloat16().float())
         values[7:130] = 0.3
@@ -98,8 +94,7 @@ def test_a_bf16_master_keeps_its_precision_where_nothing_was_written(make_stores
 
 def test_a_master_is_written_without_rounding_and_a_frozen_unit_in_its_dtype(make_stores: StoreFactory) -> None:
     spec = make_spec(2, dtypes=[BF16, BF16, torch.float32], frozen=[1])
-    with make_stores(2, 2) as stores:
-        ranks = start(stores, spec)
+    with started(make_stores(2, 2), spec) as ranks:
         exact = flatten(spec.layout.units[0], {"emb.weight": torch.randn(40, 24)}, torch.float32)
         write(ranks, 0, exact, MASTER)
         assert torch.equal(values_of(ranks[1], 0, MASTER), exact)
@@ -114,8 +109,7 @@ def test_a_master_is_written_without_rounding_and_a_frozen_unit_in_its_dtype(mak
 def test_moments_step_counts_and_groups_are_written_by_name(make_stores: StoreFactory) -> None:
     spec = make_spec(1, hyper=[HYPER])
     cold = HYPER | {"lr": 0.0}
-    with make_stores(1, 2) as stores:
-        ranks = start(stores, spec)
+    with started(make_stores(1, 2), spec) as ranks:
         numel = spec.layout.units[2].numel
         write(ranks, 2, torch.full((numel,), 0.25), "exp_avg")
         write(ranks, 2, torch.full((numel,), 5.0), STEP)
@@ -137,12 +131,10 @@ def test_a_write_between_the_norm_and_the_commit_comes_before_the_update(make_st
     plain = PlainAdamW(spec)
     plain.params["emb.weight"].data.fill_(0.5)
     plain.step([grads, grads], 0.5)
-    with make_stores(2, 2) as stores:
-        ranks = start(stores, spec)
+    with started(make_stores(2, 2), spec) as ranks:
         for rank in ranks:
             rank.push(grads)
-        for norm in [rank.ask_norm() for rank in ranks]:
-            norm.result(WAIT)
+        ask_norms(ranks)
         write(ranks, 0, torch.full((spec.layout.units[0].numel,), 0.5))
         for decision in [rank.commit(0.5) for rank in ranks]:
             decision.result(WAIT)
@@ -152,10 +144,8 @@ def test_a_write_between_the_norm_and_the_commit_comes_before_the_update(make_st
 
 
 def test_a_rank_that_is_a_step_ahead_waits_with_its_write(make_stores: StoreFactory) -> None:
-    spec = make_spec(2)
-    with make_stores(2, 2) as stores:
-        ranks = start(stores, spec)
-        values = torch.full((spec.layout.units[0].numel,), 0.5)
+    with started(make_stores(2, 2), make_spec(2)) as ranks:
+        values = torch.full((ranks[0].spec.layout.units[0].numel,), 0.5)
         norm = ranks[0].finish()
         early = ranks[0].store.write(0, 1, COMPUTE, values)
         assert not early.done()
@@ -184,11 +174,9 @@ def both_fail(futures: Sequence[Future[object]], error: type[Exception], match: 
 def test_different_writes_are_an_error_for_all_that_names_both(
     make_stores: StoreFactory, units: tuple[int, ...], values: tuple[float, ...], said: str
 ) -> None:
-    spec = make_spec(2)
-    with make_stores(2, 2) as stores:
-        ranks = start(stores, spec)
+    with started(make_stores(2, 2), make_spec(2)) as ranks:
         asked = [
-            rank.store.write(unit, 0, COMPUTE, torch.full((spec.layout.units[unit].numel,), value))
+            rank.store.write(unit, 0, COMPUTE, torch.full((ranks[0].spec.layout.units[unit].numel,), value))
             for rank, unit, value in zip(ranks, units, values, strict=True)
         ]
         both_fail(asked, StepMismatchError, said)
@@ -200,8 +188,7 @@ def test_a_rank_that_finishes_without_writing_fails_both_by_name(
     make_stores: StoreFactory, commits: bool, writer_first: bool
 ) -> None:
     spec = make_spec(2)
-    with make_stores(2, 2) as stores:
-        writer, other = start(stores, spec)
+    with started(make_stores(2, 2), spec) as (writer, other):
         values = torch.zeros(spec.layout.units[0].numel)
 
         def go_on() -> Future[object]:
@@ -214,36 +201,15 @@ def test_a_rank_that_finishes_without_writing_fails_both_by_name(
 
 def test_a_rank_that_leaves_ends_the_others_write(make_stores: StoreFactory) -> None:
     spec = make_spec(2)
-    with make_stores(2, 2) as stores:
-        ranks = start(stores, spec)
+    with started(make_stores(2, 2), spec) as ranks:
         asked = ranks[0].store.write(0, 0, COMPUTE, torch.zeros(spec.layout.units[0].numel))
-        stores[1].close("end of its loop")
+        ranks[1].store.close("end of its loop")
         both_fail([asked], RankLeftError, r"rank 1 left before the first step \(end of its loop\), rank 0 is in step 0")
-
-
-def test_a_stalled_write_names_the_rank_that_has_not_written(make_stores: StoreFactory) -> None:
-    spec = make_spec(2)
-    with make_stores(2, 2, stall_timeout=0.3) as stores:
-        ranks = start(stores, spec)
-        asked = ranks[0].store.write(0, 0, COMPUTE, torch.zeros(spec.layout.units[0].numel))
-        both_fail(
-            [asked], StallError, r"rank 0 waits \S+ s for the write to emb at step 0.*written to 'emb'.*, rank 1 has"
-        )
-
-
-def test_a_kind_that_a_unit_does_not_have_is_refused_by_name(make_stores: StoreFactory) -> None:
-    spec = make_spec(1)
-    with make_stores(1, 2) as stores:
-        ranks = start(stores, spec)
-        asked = ranks[0].store.write(0, 0, "momentum", torch.zeros(spec.layout.units[0].numel))
-        both_fail([asked], StoreError, "'emb' has no 'momentum' to fetch; it has compute, master, exp_avg")
 
 
 def test_bits_do_not_depend_on_who_writes_how(make_stores: StoreFactory) -> None:
     """NaNs, zeros of both signs, and padding."""
-    spec = make_spec(2, dtypes=[BF16] * 3)
-    with make_stores(2, 3) as stores:
-        ranks = start(stores, spec)
+    with started(make_stores(2, 3), make_spec(2, dtypes=[BF16] * 3)) as ranks:
         values = values_of(ranks[0], 1, COMPUTE)
         values[:3] = torch.tensor([torch.nan, 0.0, -0.0], dtype=BF16)
         write(ranks, 1, values)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -231,6 +232,24 @@ def start(stores: Sequence[ParameterStore], spec: ModelSpec, seed: int = 0) -> l
             dtype = torch.float32 if unit.trainable else unit.dtype
             stores[0].load(unit.index, flatten(unit, values, dtype, torch.nan)).result(WAIT)
     return [Rank(rank, store, spec, step=attached[rank].version) for rank, store in enumerate(stores)]
+
+
+@contextmanager
+def started(stores: AbstractContextManager[Sequence[ParameterStore]], spec: ModelSpec) -> Iterator[list[Rank]]:
+    """The ranks of these stores, attached, with initial values."""
+    with stores as made:
+        yield start(made, spec)
+
+
+def push_all(ranks: Sequence[Rank], grads: Sequence[Grads]) -> None:
+    """Push every trained unit of every rank."""
+    for rank, mine in zip(ranks, grads, strict=True):
+        rank.push(mine)
+
+
+def ask_norms(ranks: Sequence[Rank]) -> list[Norm]:
+    """Finish without inputs: the step stays open."""
+    return [asked.result(WAIT) for asked in [rank.ask_norm() for rank in ranks]]
 
 
 def take_step(ranks: Sequence[Rank], grads: Sequence[Grads], *max_norms: float) -> Norm:

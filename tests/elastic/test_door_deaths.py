@@ -1,8 +1,7 @@
-"""Optimizer actors that copy and ask for hosts die, stop and come back, owners come and go, and no bit changes."""
+"""Optimizer actors that copy, add and ask for hosts die, stop and come back, owners come and go, and no bit changes."""
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,6 @@ from engine.models import seeded
 from torch import nn
 
 from rayzero import ZeroConfig
-from rayzero.slabs.sweep import SHARED_MEMORY
 from rayzero.testing import run_ranks
 from tests.support import needs
 from tests.support.faults import Fault
@@ -25,7 +23,7 @@ from .test_scaling_cases import UNITS, UP_AND_DOWN, Small, Training, assert_same
 pytestmark = needs.shared_memory
 
 _DOOR, _OWNER = "optimizer 2", "optimizer 1"  # on the ranks' host, without shards; on another host
-DEATHS = {
+COPIES = {
     "the door as it makes its memory": (Fault(_DOOR, "owner.mirror"),),
     "the door with nothing asked for": (Fault(_DOOR, "owner.copies", nth=2),),
     "the door in the middle of a unit": (Fault(_DOOR, "owner.copying", nth=5),),
@@ -49,11 +47,40 @@ DEATHS = {
     "an owner that is copied": (Fault(_OWNER, "owner.between-shards", nth=3),),
     "the lead and the door": (Fault("optimizer 0", "lead.after-record", nth=2), Fault(_DOOR, "owner.copies", nth=4)),
 }
+"""Around parameters that the host has copies of, and questions that the door asks for it."""
+
+SUMS = {
+    "the door with nothing added": (Fault(_DOOR, "owner.sums-up", nth=3),),
+    "the door with a sum and nothing sent": (Fault(_DOOR, "owner.summed-up", nth=4),),
+    "the door with a sum that was sent": (Fault(_DOOR, "owner.sent-sum", nth=5),),
+    "the door that finds a rank that comes back": (
+        Fault("rank 0", "rank.finished", nth=2),
+        Fault(_DOOR, "owner.finds-ranks", nth=3),
+    ),
+    "a rank before it announces": (Fault("rank 1", "rank.announce", nth=6),),
+    "a rank before it says how often it has pushed": (Fault("rank 1", "rank.tells-door", nth=2),),
+    "a rank that has finished": (Fault("rank 1", "rank.finished", nth=3),),
+    "an owner that reads a sum": (Fault(_OWNER, "owner.landing", nth=6),),
+    "an owner with a decision, and a rank": (
+        Fault(_OWNER, "owner.apply", nth=2),
+        Fault("rank 0", "rank.finished", nth=2),
+    ),
+    "an owner, and the door as it sends again": (
+        Fault(_OWNER, "owner.collect", nth=2),
+        Fault(_DOOR, "owner.sends-again"),
+    ),
+    "all of them": (
+        *(Fault(f"optimizer {owner}", "owner.collect", nth=2) for owner in range(2)),
+        Fault(_DOOR, "owner.sent-sum", nth=4),
+        *(Fault(f"rank {rank}", "rank.finished", nth=2) for rank in range(2)),
+    ),
+}
+"""Around gradients that leave the host as one sum."""
 
 
-@pytest.mark.spread(1, second=6)
-@pytest.mark.parametrize("faults", DEATHS.values(), ids=DEATHS)
-def test_a_death_around_what_a_host_has_copies_of_changes_no_bit(
+@pytest.mark.spread(2, second=12)
+@pytest.mark.parametrize("faults", [*COPIES.values(), *SUMS.values()], ids=[*COPIES, *SUMS])
+def test_a_death_around_what_a_door_does_for_its_host_changes_no_bit(
     faults: tuple[Fault, ...], expected: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with another_host(*OWNERS_ELSEWHERE) as hosts:
@@ -95,7 +122,6 @@ def test_owners_of_other_hosts_come_and_go_while_they_are_copied(
 ) -> None:
     loop = Training(base=seeded(Small, 3), folder=tmp_path, wanted=UP_AND_DOWN, **case)
     plain = partial(Training, base=seeded(Small, 3), folder=tmp_path, wanted={}, **case)
-    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY, prefix="test-host-") as other:
-        hosts = dict.fromkeys(there, Path(other))
+    with another_host(*there) as hosts:
         found = run_ranks(loop, 2, 2, "shm", True, max_failures=1, run_dir=tmp_path, stall_timeout=30.0, hosts=hosts)
     assert_same(found, run_ranks(plain(), 2, 2))
