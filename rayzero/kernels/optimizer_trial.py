@@ -15,7 +15,6 @@ import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -108,19 +107,12 @@ _SHAPES = (
 _MATRICES = _Shapes({(16, 24): (192, 256, 384), (4, 96): (64, 128, 384)}, small=())
 
 
-class Scope(Enum):
-    """What an update of a class looks at together."""
-
-    ELEMENT = "element"  # a parameter may be cut
-    PARAMETER = "parameter"  # each parameter must be whole, and may be in an instance of its own
-
-
 @dataclass(frozen=True)
 class TrialVerdict:
     """What a class can do with some options."""
 
-    scope: Scope
-    reason: str = ""  # why owners cannot run it; "": they can, on whole parameters unless one may be cut
+    whole: bool  # whether each parameter must be whole, and may be in an instance of its own; else it may be cut
+    reason: str = ""  # why owners cannot run it; "": they can
     writes: tuple[str, ...] = ()  # entries of its parameter groups that step() writes
     matrices: bool = False  # it takes parameters of two dimensions only
 
@@ -137,7 +129,7 @@ def require_owned(make: OptimizerMaker, hyper: Hyper, *, whole: bool = True) -> 
     verdict = try_class(make, hyper)
     if verdict.reason:
         raise UnsupportedError(f"{make.name} cannot run on shards: {verdict.reason}")
-    if verdict.scope is not Scope.ELEMENT and not whole:
+    if verdict.whole and not whole:
         raise UnsupportedError(
             f"{make.name} needs whole parameters with these options, and those of the groups at rayzero.prepare() let "
             "shards cut them: give it such a group there"
@@ -188,7 +180,7 @@ def try_class(make: OptimizerMaker, hyper: Hyper) -> TrialVerdict:
 @outside_modes  # a default device is a mode
 def _try(make: OptimizerMaker, hyper: Hyper) -> TrialVerdict:
     _require_numbers(make, hyper)
-    verdict = TrialVerdict(Scope.ELEMENT)
+    verdict = TrialVerdict(whole=False)
     forms = StateForms(make, hyper)
     for every in _SHAPES:
         affordable = {
@@ -198,8 +190,8 @@ def _try(make: OptimizerMaker, hyper: Hyper) -> TrialVerdict:
         plain = _plain_course(make, hyper, shapes)
         if plain.zeroed:
             raise _refusal(make, f"its zero_grad() changes {', '.join(plain.zeroed)} of its parameter groups")
-        if verdict.scope is Scope.ELEMENT and _trains_pieces(make, plain):
-            verdict = TrialVerdict(Scope.ELEMENT, writes=_written(make, plain))
+        if not verdict.whole and _trains_pieces(make, plain):
+            verdict = TrialVerdict(whole=False, writes=_written(make, plain))
         else:
             verdict = _in_whole(make, plain)
         if verdict.reason or verdict.matrices:
@@ -243,7 +235,7 @@ def _in_whole(make: OptimizerMaker, plain: _Course) -> TrialVerdict:
         kept = f", or keeps in attributes what they do not share ({', '.join(plain.changed)})" if plain.changed else ""
         raise _refusal(make, f"parameters get other values in instances of their own: it mixes parameters{kept}")
     matrices = plain.shapes is _MATRICES
-    verdict = partial(TrialVerdict, Scope.PARAMETER, writes=_written(make, plain), matrices=matrices)
+    verdict = partial(TrialVerdict, True, writes=_written(make, plain), matrices=matrices)
     if plain.odd_state:
         return verdict(
             f"it keeps {plain.odd_state}, not tensors and numbers that a checkpoint keeps exactly; {_INSTEAD}, or for "
@@ -488,11 +480,8 @@ def _written(make: OptimizerMaker, plain: _Course) -> tuple[str, ...]:
     """The entries of its parameter groups that the class writes. Raises UnsupportedError if they depend on more than
     the other entries."""
     names = plain.written()
-    entries = GroupEntries(make, [plain.hyper]) if names else None
-    for step, (before, after) in enumerate(zip(plain.before, plain.after, strict=True)):
-        if entries is None:
-            break
-        if step == _MADE_AGAIN:
+    for step, (before, after) in enumerate(zip(plain.before, plain.after, strict=True) if names else ()):
+        if step in (0, _MADE_AGAIN):
             entries = GroupEntries(make, [plain.hyper])
         group = as_options(before)
         entries.step([group])
