@@ -202,16 +202,13 @@ def maker_of(optimizer: torch.optim.Optimizer, hyper: Sequence[Hyper]) -> Optimi
 
 def attribute_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What an optimizer's ``step()`` may read on it, as of now: dotted path -> value. Torch's own read nothing."""
-    if OptimizerMaker(type(optimizer)).is_torchs:
-        return {}
-    return {
-        path: [id(value), value._version]
-        if isinstance(value, Tensor)
-        else copy.deepcopy(value)
-        if _is_plain(value)
-        else value
-        for path, value in _own(optimizer).items()
-    }
+    return {} if OptimizerMaker(type(optimizer)).is_torchs else {k: _noted(v) for k, v in _own(optimizer).items()}
+
+
+def _noted(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return [id(value), value._version]
+    return copy.deepcopy(value) if _is_plain(value) else value
 
 
 def late_attribute(then: dict[str, Any], optimizer: torch.optim.Optimizer) -> str:
