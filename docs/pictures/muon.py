@@ -56,7 +56,7 @@ def draw() -> str:
     high = 3.6
     made = Drawing(820, TOP + HEIGHT + 62, "Loss by step of the main recipe with Muon and AdamW, and with AdamW alone")
     made.text(10, 20, f"the main recipe, {steps} steps of the same batches: loss in training, nats a byte", "strong")
-    for number in range(int((high - low) / 0.4 + 0.5) + 1):
+    for number in range(int((high - low) / 0.4 + 0.01) + 1):
         y = TOP + HEIGHT - HEIGHT * (0.4 * number) / (high - low)
         made.line(LEFT, y, LEFT + WIDTH, y, "line dash")
         made.text(LEFT - 8, y + 4, f"{low + 0.4 * number:.1f}", "small soft", "end")

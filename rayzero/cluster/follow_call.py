@@ -89,13 +89,12 @@ class _RunOfFolder:
         self.run, self._folder, self._model, self._here = run, folder, model, here
         self._afar: RemoteRun | None = None  # once it was needed: it brings grpc with it. freed by: close()
         self._looked = -_LOOK_S
-        self._missing = f"run {run!r} has not said where its optimizers are"
 
     @property
     def missing(self) -> str:
         if self._afar is not None:
             return self._afar.missing
-        return self._missing if self._here is None else self._here.missing
+        return f"run {self.run!r} has not said where its optimizers are" if self._here is None else self._here.missing
 
     def shards(self) -> Shards | None:
         found = None if self._here is None else self._here.shards()

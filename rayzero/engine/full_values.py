@@ -20,7 +20,7 @@ from rayzero.engine.context import get_context
 from rayzero.engine.engine import Engine
 from rayzero.engine.loop.comeback import names_of
 from rayzero.engine.optimizer.param_groups import ResumedGroups
-from rayzero.engine.optimizer.states import StateFormat, check_states, write_states
+from rayzero.engine.optimizer.states import Forms, check_states, write_states
 from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
 from rayzero.engine.prepare import engine_of
 from rayzero.engine.start.buffers import fill_buffers
@@ -103,9 +103,9 @@ def load_checkpoint(optimizer: ZeroOptimizer, directory: Path | str) -> None:
         reader.require_classes(optimizer.classes)
         _check_parameters(reader, engine.units)
         check_resume(directory, engine.model)
-        form = StateFormat(optimizer.make, optimizer.hyper())
-        states = _SavedStates(reader, engine, form)
-        check_states(engine, form, states)
+        forms = optimizer.forms()
+        states = _SavedStates(reader, engine, forms)
+        check_states(engine, forms, states)
         file = rank if rank < reader.world_size else 0
         state = unpack(*reader.rank_state(file))
         groups = ResumedGroups(state["groups"], names_of(engine.model), str(directory))
@@ -114,7 +114,7 @@ def load_checkpoint(optimizer: ZeroOptimizer, directory: Path | str) -> None:
         engine.cache.write_back()
         for unit in engine.units:
             engine.values.load(unit, {i: _value(reader, slot) for i, slot in enumerate(unit.layout.slots)})
-        write_states(engine, form, states)
+        write_states(engine, forms, states)
         fill_buffers(engine.model, reader.buffers(file))
     groups.restore(optimizer.param_groups)
 
@@ -142,8 +142,8 @@ def _value(reader: CheckpointReader, slot: ParamSlot) -> Tensor:
 class _SavedStates(Mapping[int, State]):
     """The optimizer state of each trained Parameter, by its id; read from the checkpoint on access."""
 
-    def __init__(self, reader: CheckpointReader, engine: Engine, form: StateFormat) -> None:
-        self._reader, self._form = reader, form
+    def __init__(self, reader: CheckpointReader, engine: Engine, forms: Forms) -> None:
+        self._reader, self._forms = reader, forms
         self._slots = {
             id(engine.units[index].params[i]): (engine.units[index].layout.slots[i], group)
             for index in engine.trained.of_unit
@@ -153,7 +153,7 @@ class _SavedStates(Mapping[int, State]):
     def __getitem__(self, param: int) -> State:
         slot, group = self._slots[param]
         steps = self._reader.slot_step(slot.name)
-        form = self._form.of(group, steps, slot.shape)
+        form = self._forms[group].of(slot.shape, stepped=steps > 0)
         kinds = {name for name, like in leaves(form).items() if not is_scalar(like)}
         kinds |= set(self._reader.kinds(slot.name)) - {MASTER, COMPUTE} if form else set()
         values = {kind: self._reader.read_whole(slot.name, kind) for kind in sorted(kinds)}

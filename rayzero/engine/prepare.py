@@ -52,7 +52,7 @@ from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.kernels import ADAMS, check_moments
 from rayzero.kernels.newton_schulz import require_divided
 from rayzero.kernels.optimizer_class import OptimizerMaker, Optimizers, parts_of, path_of
-from rayzero.kernels.optimizer_trial import Scope, refuse_vectors, require_owned
+from rayzero.kernels.optimizer_trial import refuse_vectors, require_owned
 from rayzero.layout.model_layout import UnitLayout
 from rayzero.memory.process_memory import give_back_freed, keep_some_buffers
 from rayzero.protocol.messages import Hyper, ModelSpec
@@ -135,7 +135,7 @@ def prepare(
     chosen = chosen_resume(context, resume)
     began = None if chosen is None else of_model(chosen, number)
     recorder = LaterModelRecorder(context.recorder) if number else context.recorder
-    whole = any(verdict.scope is not Scope.ELEMENT for verdict in verdicts)
+    whole = any(verdict.whole for verdict in verdicts)
     plan = plan_units(model, config, units, whole_parameters=whole)
     if any(verdict.matrices for verdict in verdicts):
         refuse_vectors(make, optimizer.param_groups, verdicts, names)

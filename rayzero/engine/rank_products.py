@@ -71,12 +71,10 @@ class RankProducts:
             try:
                 deciding.result()
                 decision = self._store.decision(version - 1).result()
-            except RayZeroError as error:  # the loop's own wait for it raises, too
-                log.debug("rank %d: step %d was not decided: %s", self._rank, version - 1, error)
-                continue
-            try:
                 if decision.action is Action.APPLY:
                     self._multiply_all(version, decision.hyper)
+            except RayZeroError as error:  # the loop's own wait for the decision raises, too
+                log.debug("rank %d: step %d was not decided: %s", self._rank, version - 1, error)
             except RuntimeError as error:  # its device's, full perhaps
                 log.warning("rank %d leaves products of step %d to their owners: %s", self._rank, version - 1, error)
 

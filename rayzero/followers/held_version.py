@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from operator import add
 from typing import NamedTuple, Protocol
 
 import torch
@@ -31,21 +32,10 @@ class Tally:
     def __init__(self) -> None:
         self._lock, self.stats = threading.Lock(), FollowerStats()
 
-    def came(self, whole_bytes: int = 0, change_bytes: int = 0, after_s: float | None = None) -> None:
-        """Bytes of a shard. ``after_s``: see ``FollowerStats.arrival_s``."""
+    def add(self, more: FollowerStats) -> None:
+        """Count what has come."""
         with self._lock:
-            had = self.stats
-            self.stats = had._replace(
-                whole_bytes=had.whole_bytes + whole_bytes,
-                change_bytes=had.change_bytes + change_bytes,
-                arrivals=had.arrivals + (after_s is not None),
-                arrival_s=had.arrival_s + (after_s or 0.0),
-            )
-
-    def is_whole(self) -> None:
-        """A version is."""
-        with self._lock:
-            self.stats = self.stats._replace(versions=self.stats.versions + 1)
+            self.stats = FollowerStats._make(map(add, self.stats, more))
 
 
 class Shards(Protocol):
@@ -91,7 +81,7 @@ class HeldVersion:
         values = [self._units[shard.unit][shard.start : shard.stop] for shard in self.layout.shards]
         if not shards.fill(version, values, self._contents, tally):
             return False
-        tally.is_whole()
+        tally.add(FollowerStats(versions=1))
         self.version = version
         return True
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,14 +21,14 @@ from torch import Tensor
 
 from rayzero.codecs.record import kept_bytes, read_record
 from rayzero.errors import HandshakeError, RayZeroError, UnsupportedError
-from rayzero.followers.held_version import Content, Shards, Tally
+from rayzero.followers.held_version import Content, FollowerStats, Shards, Tally
 from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.quantities import count
 from rayzero.slabs.arena import SlabPlace
 from rayzero.slabs.header import SlabFacts
 from rayzero.slabs.slab import Slab
 from rayzero.slabs.sweep import FoundSlab, list_slabs
-from rayzero.store.shm.recovery import standing
+from rayzero.store.shm.recovery import opened, standing
 from rayzero.store.shm.shard_lines import CONTENT, DECIDED, INDEX, PUBLISHED, START, STOP, TILES, WRITES
 from rayzero.store.shm.shared_plan import LINE_BYTES, ON_DEVICE, RANK
 from rayzero.store.shm.signals import fence_acquire, load_acquire_64
@@ -134,7 +134,7 @@ class HostShards:
             if found is None:
                 return False
             if found != had:
-                tally.came(out.nbytes)
+                tally.add(FollowerStats(whole_bytes=out.nbytes))
         return True
 
     def _copy(self, shard: int, version: int, out: Tensor, content: Content | None) -> Content | None:
@@ -174,12 +174,8 @@ class HostRun:
         self._changed_ns, self._changes = -1, True  # of the directory, when it was last read; whether owners change
         self._shards: HostShards | None = None
         self._paths: tuple[Path, ...] = ()  # of the control slabs behind it
-        self._missing, self._gone = "", False
-
-    @property
-    def missing(self) -> str:
-        """Why there are no shards, in words."""
-        return self._missing
+        self.missing = ""  # why there are no shards, in words
+        self.gone = False  # whether no owner has left anything here, at the last look
 
     def shards(self) -> HostShards | None:
         """Those of the epoch that stands; None: the owners are not there (yet, or any more), or not all of them. Raises
@@ -194,45 +190,38 @@ class HostRun:
     def has(self, shards: Shards) -> bool:
         """Whether nobody else publishes, by now, what ``shards`` reads: its owners are those of now, or the run has
         ended."""
-        return self.shards() is shards or (self._shards is None and self._gone)
-
-    @property
-    def gone(self) -> bool:
-        """Whether no owner has left anything here, at the last look."""
-        return self._gone
+        return self.shards() is shards or (self._shards is None and self.gone)
 
     def close(self) -> None:
         """Nothing is held that others miss."""
 
     def _look(self) -> None:
         there = [slab for slab in list_slabs(self._directory) if slab.header and slab.header.facts.run == self.run]
-        found = [slab for slab in there if _is_of_this_user(slab)]
+        found = [slab for slab in there if slab.user == os.geteuid()]  # root sees what anybody has put there
         controls = [slab for slab in found if _of(slab).role == "control" and _of(slab).kernel != RANK]
-        lineage = max(map(_newest, controls), default=(False, 0, ""))[-1]  # a run may start again from a checkpoint
-        with ExitStack() as stack:
-            opened: list[Slab] = []
-            for slab in controls:
-                if _of(slab).lineage == lineage and (mapped := _attached(slab)) is not None:
-                    stack.callback(mapped.close)  # what is mapped stays mapped
-                    opened.append(mapped)
-            now = standing(opened)
-            self._changes, self._gone = len(now) < len(opened), not controls
+        newest = max(controls, key=lambda slab: (slab.alive, slab.changed_ns), default=None)
+        lineage = "" if newest is None else _of(newest).lineage  # a run may start again from a checkpoint
+        with ExitStack() as stack:  # what is mapped stays mapped
+            mapped = [opened(stack, slab) for slab in controls if _of(slab).lineage == lineage]
+            made = [slab for slab in mapped if slab is not None]
+            now = standing(made)
+            self._changes, self.gone = len(now) < len(made), not controls
             paths = tuple(sorted(path for slab in now if (path := slab.path) is not None))
             if paths == self._paths and self._shards is not None:
                 return
             self._paths, self._shards = paths, None
-            self._missing = self._lacking(opened, now)
-            if self._missing:
+            self.missing = self._lacking(made, now)
+            if self.missing:
                 return
             params = {SlabId.of(_of(s)): s.path for s in found if (_of(s).role, _of(s).lineage) == ("params", lineage)}
             try:
                 self._shards = HostShards(now, params)
             except HandshakeError as error:  # they are being made, or removed
-                self._missing, self._changes = str(error), True
+                self.missing, self._changes = str(error), True
 
-    def _lacking(self, opened: Sequence[Slab], now: Sequence[Slab]) -> str:
+    def _lacking(self, made: Sequence[Slab], now: Sequence[Slab]) -> str:
         """What keeps a follower from reading the control slabs ``now`` of those that are there; "": nothing."""
-        if not opened:
+        if not made:
             return (
                 f"run {self.run!r} has no optimizers in {self._directory}: if it has ended, or is on another host, "
                 "follow it by its folder, which says so"
@@ -248,26 +237,3 @@ class HostRun:
 def _of(slab: FoundSlab) -> SlabFacts:
     assert slab.header is not None
     return slab.header.facts
-
-
-def _is_of_this_user(found: FoundSlab) -> bool:
-    """Anybody may put a file there, and root sees everybody's."""
-    with suppress(OSError):  # it is gone
-        return found.path.lstat().st_uid == os.geteuid()
-    return False
-
-
-def _newest(control: FoundSlab) -> tuple[bool, int, str]:
-    """What orders control slabs by their lineages: living ones are newer than dead ones."""
-    made_ns = 0
-    with suppress(OSError):  # it is gone
-        made_ns = control.path.stat().st_mtime_ns
-    return control.alive, made_ns, _of(control).lineage
-
-
-def _attached(found: FoundSlab) -> Slab | None:
-    facts = _of(found)
-    try:
-        return Slab.attach(found.path, writable=False, run=facts.run, layout_digest=facts.layout_digest)
-    except HandshakeError:  # gone since it was listed
-        return None

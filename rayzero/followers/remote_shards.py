@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from torch import Tensor
 from rayzero.codecs.changes import Change, Form, apply, checksum
 from rayzero.codecs.record import kept_bytes, read_record
 from rayzero.errors import RayZeroError, StoreError, TransferError, UnsupportedError
-from rayzero.followers.held_version import Content, Shards, Tally
+from rayzero.followers.held_version import Content, FollowerStats, Shards, Tally
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.records import parse_record
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
@@ -73,38 +74,38 @@ class OwnerFeed:
         with self._lock:
             return min((self._heard.get(shard, _NOTHING)[0] for shard in self.followed.shards), default=_NO_SHARDS)
 
-    def _since(self, part: pb.GetShardsResponse.Part) -> float | None:
-        """Seconds since the owner has said that this version is published; None: it has not, or others since."""
-        with self._lock:
-            version, heard = self._heard.get(part.shard, _NOTHING)
-        return time.monotonic() - heard if version == part.version else None
-
     def fill(self, version: int, layout: ModelLayout, values: Sequence[Tensor], held: _Held, tally: Tally) -> None:
         """Bring this owner's shards to ``version``, or as near as it can; see ``Shards.fill``. If that fails,
         ``broken`` says why; what has come is kept."""
+        assert self.followed is not None
+        instance, shards = self.followed.instance, [layout.shards[shard] for shard in self.followed.shards]
+        wanted = [_wanted(shard.index, held[shard.index], instance) for shard in shards]
+        request = pb.GetShardsRequest(instance=instance, wanted=wanted, version=version)
+        deadline_s = QUICK_S + sum(kept_bytes(layout.units[s.unit], s) for s in shards) / _SLOWEST_BYTES_PER_S
         try:
-            self._fill(version, layout, values, held, tally)
+            with self._channel.transfer("GetShards", request, deadline_s) as transfer:
+                for response in transfer.answers():
+                    for part in pb.GetShardsResponse.FromString(response).parts:
+                        had, held[part.shard] = held[part.shard], None
+                        found = _receive(part, transfer, layout, values[part.shard], had)
+                        held[part.shard] = instance, part.content, part.writes, part.version, found
+                        tally.add(self._count(part))
         except StoreError as error:
             self.broken = error
 
-    def _fill(self, version: int, layout: ModelLayout, values: Sequence[Tensor], held: _Held, tally: Tally) -> None:
-        assert self.followed is not None
-        instance, wanted, size_bytes = self.followed.instance, [], 0
-        for shard in self.followed.shards:
-            size_bytes += kept_bytes(layout.units[layout.shards[shard].unit], layout.shards[shard])
-            wanted.append(_wanted(shard, held[shard], instance))
-        request = pb.GetShardsRequest(instance=instance, wanted=wanted, version=version)
-        deadline_s = QUICK_S + size_bytes / _SLOWEST_BYTES_PER_S
-        with self._channel.transfer("GetShards", request, deadline_s) as transfer:
-            for response in transfer.answers():
-                for part in pb.GetShardsResponse.FromString(response).parts:
-                    had, held[part.shard] = held[part.shard], None
-                    found = _receive(part, transfer, layout, values[part.shard], had)
-                    held[part.shard] = instance, part.content, part.writes, part.version, found
-                    if part.HasField("checksum"):
-                        tally.came(change_bytes=part.size_bytes, after_s=self._since(part))
-                    elif part.size_bytes:
-                        tally.came(part.size_bytes, after_s=self._since(part))
+    def _count(self, part: pb.GetShardsResponse.Part) -> FollowerStats:
+        """What has come of a shard; with its time, unless its owner has published others since."""
+        if not part.size_bytes:
+            return FollowerStats()
+        with self._lock:
+            version, heard_s = self._heard.get(part.shard, _NOTHING)
+        arrivals, changes = int(version == part.version), part.HasField("checksum")
+        return FollowerStats(
+            whole_bytes=0 if changes else part.size_bytes,
+            change_bytes=part.size_bytes if changes else 0,
+            arrivals=arrivals,
+            arrival_s=arrivals * (time.monotonic() - heard_s),
+        )
 
     def close(self) -> None:
         """End the link. Idempotent."""
@@ -153,20 +154,19 @@ def _receive(
     return found
 
 
-class RemoteShards:
-    """``Shards`` of owners on other hosts.
+class RemoteShards(NamedTuple):
+    """``Shards`` of owners on other hosts. The memory of one layout may be filled by one thread at a time.
 
     Knows who has which shard; not how an owner is reached."""
 
-    def __init__(self, feeds: Sequence[OwnerFeed], layout: ModelLayout, lineage: str) -> None:
-        """``feeds``: of all owners. The memory of one layout may be filled by one thread at a time."""
-        self.layout, self.lineage = layout, lineage
-        self._feeds = feeds
+    feeds: Sequence[OwnerFeed]  # of all owners
+    layout: ModelLayout
+    lineage: str
 
     @property
     def version(self) -> int:
         """See ``Shards``."""
-        return min(feed.version for feed in self._feeds)
+        return min(feed.version for feed in self.feeds)
 
     def has(self, shard: int, version: int, content: Content | None) -> bool:
         """See ``Shards``. Only its owner knows, whom ``fill`` asks."""
@@ -175,7 +175,7 @@ class RemoteShards:
     def fill(self, version: int, values: Sequence[Tensor], contents: list[Content | None], tally: Tally) -> bool:
         """See ``Shards``. From all owners at once."""
         with ThreadPoolExecutor(_AT_ONCE, "rayzero-follower") as pool:
-            list(pool.map(lambda feed: feed.fill(version, self.layout, values, contents, tally), self._feeds))
+            list(pool.map(lambda feed: feed.fill(version, self.layout, values, contents, tally), self.feeds))
         return all(content is not None and content[-2] == version for content in contents)
 
 
@@ -190,19 +190,14 @@ class RemoteRun:
         self._feeds: list[OwnerFeed] = []  # freed by: close(), _look()
         self._shards: RemoteShards | None = None
         self._looked = float("-inf")  # monotonic seconds
-        self._missing = f"no optimizer of run {run!r} is known"
-
-    @property
-    def missing(self) -> str:
-        """See ``FollowedRun``."""
-        return self._missing
+        self.missing = f"no optimizer of run {run!r} is known"  # see ``FollowedRun``
 
     def shards(self) -> RemoteShards | None:
         """See ``FollowedRun``."""
         broken = [feed.broken for feed in self._feeds if feed.broken is not None]
         if broken or not self._feeds:
             self._shards = None
-            self._missing = str(broken[0]) if broken else self._missing
+            self.missing = str(broken[0]) if broken else self.missing
             for error in broken:
                 if isinstance(error, UnsupportedError):
                     raise error
@@ -231,14 +226,14 @@ class RemoteRun:
         """The shards, if every owner has said what it has, and they are of one epoch."""
         silent = [feed.peer for feed in self._feeds if feed.followed is None]
         if silent:
-            self._missing = f"{silent[0]} has not said yet what it has"
+            self.missing = f"{silent[0]} has not said yet what it has"
             return None
         followed = [feed.followed for feed in self._feeds if feed.followed is not None]
         layout = parse_record(followed[0].layout, ModelLayout)
         shards = sorted(shard for each in followed for shard in each.shards)
         one_epoch = len({(each.lineage, each.epoch, each.layout) for each in followed}) == 1
         if not one_epoch or shards != list(range(len(layout.shards))):
-            self._missing = f"the optimizers of run {self.run!r} are changing"
+            self.missing = f"the optimizers of run {self.run!r} are changing"
             _close(self._feeds)  # some are of the last epoch
             self._feeds = []
             return None

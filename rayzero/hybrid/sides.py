@@ -38,7 +38,7 @@ from rayzero.kernels.optimizer_class import (
     step_alone,
 )
 from rayzero.kernels.optimizer_states import state_bytes, state_names
-from rayzero.kernels.optimizer_trial import Scope, try_class
+from rayzero.kernels.optimizer_trial import try_class
 from rayzero.lanes import Lane, make_lane
 
 MASTER = "master_param"  # key of a parameter's fp32 master in its state
@@ -352,10 +352,8 @@ class Builder:
         cpu, gpu = OptimizerMaker(self.cpu_class), OptimizerMaker(self.gpu_class)
         for make in (cpu, gpu):
             refuse_reads(make, groups, options[0])
-        scopes = {try_class(make, group).scope for make in (cpu, gpu) for group in options}
-        return scopes == {Scope.ELEMENT} and all(
-            state_names(cpu, group) == state_names(gpu, group) for group in options
-        )
+        whole = [try_class(make, group).whole for make in (cpu, gpu) for group in options]  # each class is tried
+        return not any(whole) and all(state_names(cpu, group) == state_names(gpu, group) for group in options)
 
     def _device_costs(self, params: Sequence[Tensor], group_of: Sequence[int], groups: Sequence[Group]) -> list[int]:
         costs: dict[tuple[int, torch.dtype], int] = {}

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ Answer = Callable[[Tensor], Tensor | None]  # by what goes in; None: compute it
 _FUNCTION = "_zeropower_via_newtonschulz"
 _OPTIONS = ("ns_coefficients", STEPS, "eps")  # what it is called with besides the matrix, and entries of the group
 _torchs: Any = getattr(_muon, _FUNCTION)
-_here = threading.local()  # .answer: what calls of this thread return; .took: seconds of those that computed
+_here = threading.local()  # .answer, .took: see ``answered``
 
 
 def newton_schulz(matrix: Tensor, options: Hyper) -> Tensor:
@@ -53,26 +52,16 @@ def as_product(flat: Tensor, shape: tuple[int, int]) -> Tensor:
 
 
 @contextmanager
-def answered(answer: Answer) -> Iterator[None]:
-    """A context in which this thread's calls return what ``answer`` says."""
+def answered(answer: Answer | None) -> Iterator[list[float]]:
+    """A context in which this thread's calls return what ``answer`` says. Yields the seconds of each matrix that they
+    have computed, because it says nothing of it; None: it says nothing of any."""
     setattr(_muon, _FUNCTION, _asking)
-    outer, _here.answer = getattr(_here, "answer", None), answer
+    took: list[float] = []
+    outer, _here.answer, _here.took = (getattr(_here, "answer", None), getattr(_here, "took", None)), answer, took
     try:
-        yield
+        yield took
     finally:
-        _here.answer = outer
-
-
-@contextmanager
-def measured() -> Iterator[list[float]]:
-    """A context with the seconds of each matrix that this thread's calls in it have computed: none of those with an
-    answer."""
-    setattr(_muon, _FUNCTION, _asking)
-    outer, _here.took = getattr(_here, "took", None), []
-    try:
-        yield _here.took
-    finally:
-        _here.took = outer
+        _here.answer, _here.took = outer
 
 
 @functools.wraps(_torchs)
@@ -118,24 +107,18 @@ def fed(make: OptimizerMaker, options: Hyper, grad: Tensor, state: State) -> Ten
     return None
 
 
-@dataclass
-class Products:
-    """What came out for what went in (bf16), as an ``Answer``: finds it by its bits. A call for anything else
-    computes."""
+def answer_from(pairs: list[tuple[Tensor, Tensor]]) -> Answer:
+    """Answers with what came out for what went in (bf16), which it finds by its bits and takes out of ``pairs``."""
 
-    pairs: Sequence[tuple[Tensor, Tensor]]
-    used: int = 0  # how many calls got one
-    computed: int = 0  # how many did not
-
-    def __call__(self, matrix: Tensor) -> Tensor | None:
-        """See ``Answer``."""
+    def answer(matrix: Tensor) -> Tensor | None:
         bits = matrix.bfloat16().view(torch.int16)
-        for given, out in self.pairs:
+        for at, (given, out) in enumerate(pairs):
             if given.shape == bits.shape and torch.equal(given.view(torch.int16), bits):
-                self.used += 1
+                del pairs[at]
                 return out
-        self.computed += 1
         return None
+
+    return answer
 
 
 @outside_modes
@@ -171,11 +154,11 @@ def _difference(make: OptimizerMaker, options: Hyper) -> str:
             product = newton_schulz(given.clone(), options)
             flat = torch.empty(given.numel(), dtype=torch.bfloat16, device="cpu")
             as_product(flat, shape).copy_(product)
-            products = Products([(given, as_product(flat, shape))])
-            with answered(products):
+            unused = [(given, as_product(flat, shape))]
+            with answered(answer_from(unused)) as computed:
                 step_alone(divided)
             step_alone(whole)
-            if (products.used, products.computed) != (1, 0):
+            if unused or computed:
                 return "does not call torch's Newton-Schulz once, and with the same matrix each time"
             if product.stride() != _form(shape).stride() or not torch.equal(ours, theirs):
                 return "has other bits if its Newton-Schulz is computed before its step"

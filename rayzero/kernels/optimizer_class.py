@@ -110,32 +110,25 @@ def step_alone(optimizer: torch.optim.Optimizer) -> None:
 
 def _routed(hooked: Any) -> Any:
     """A class's ``step`` as torch has it when the first instance is made, with hooks around it, which leaves these out
-    in ``step_alone()``. Torch looks its hooks up in a global, so no instance can have others."""
-    alone = _without_compiler(hooked.__wrapped__)
+    in ``step_alone()``. Torch looks its hooks up in a global, so no instance can have others.
+
+    There, it imports torch's compiler only in a process that has it: torch's own wrapper imports it at the first step,
+    which takes a second and 20 MiB, to break a graph that no process has without it. (Classes that call what torch
+    writes in Python for its meta device, such as Adagrad's root, import it all the same.)"""
+    inner = hooked.__wrapped__
+    breaks_graphs = getattr(getattr(inner, "__code__", None), "co_name", "") == "_use_grad"
 
     @functools.wraps(hooked)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        return (alone if getattr(_alone, "steps", False) else hooked)(*args, **kwargs)
+    def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if not getattr(_alone, "steps", False):
+            return hooked(optimizer, *args, **kwargs)
+        if not breaks_graphs or "torch._dynamo" in sys.modules:
+            return inner(optimizer, *args, **kwargs)
+        with torch.set_grad_enabled(optimizer.defaults["differentiable"]):
+            return inner.__wrapped__(optimizer, *args, **kwargs)
 
     step._is_routed = True  # type: ignore[attr-defined]
     return step
-
-
-def _without_compiler(step: Any) -> Any:
-    """A class's ``step`` that imports torch's compiler only in a process that has it. Torch's own wrapper imports it at
-    the first step, which takes a second and 20 MiB, to break a graph that no process has without it. (Classes that call
-    what torch writes in Python for its meta device, such as Adagrad's root, import it all the same.)"""
-    if getattr(getattr(step, "__code__", None), "co_name", "") != "_use_grad":
-        return step
-
-    @functools.wraps(step)
-    def alone(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if "torch._dynamo" in sys.modules:
-            return step(optimizer, *args, **kwargs)
-        with torch.set_grad_enabled(optimizer.defaults["differentiable"]):
-            return step.__wrapped__(optimizer, *args, **kwargs)
-
-    return alone
 
 
 def set_options(optimizer: torch.optim.Optimizer, hyper: Sequence[Hyper]) -> None:

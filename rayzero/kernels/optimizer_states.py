@@ -264,7 +264,7 @@ class StateForms:
     says of ``_PROBES`` what real steps do; else a parameter of the shape is stepped once."""
 
     def __init__(self, make: OptimizerMaker, options: Hyper) -> None:
-        self._make, self._options = make, on_cpu(options)
+        self.make, self._options = make, on_cpu(options)
         self._known: dict[tuple[tuple[int, ...], bool], State] = {}
 
     def of(self, shape: Sequence[int], *, stepped: bool = True) -> State:
@@ -305,7 +305,7 @@ class StateForms:
         param = Parameter(torch.zeros(shape, dtype=torch.float32, device=device))
         numbers = _MetaNumbers() if device == "meta" else nullcontext()  # type: ignore[no-untyped-call]
         with torch.random.fork_rng(devices=[]), numbers:
-            optimizer = self._make.build([self._options], [[param]])
+            optimizer = self.make.build([self._options], [[param]])
             return stepped_once(optimizer) if stepped else dict(optimizer.state.get(param, {}))
 
 

@@ -15,7 +15,6 @@ import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -108,19 +107,12 @@ _SHAPES = (
 _MATRICES = _Shapes({(16, 24): (192, 256, 384), (4, 96): (64, 128, 384)}, small=())
 
 
-class Scope(Enum):
-    """What an update of a class looks at together."""
-
-    ELEMENT = "element"  # a parameter may be cut
-    PARAMETER = "parameter"  # each parameter must be whole, and may be in an instance of its own
-
-
 @dataclass(frozen=True)
 class TrialVerdict:
     """What a class can do with some options."""
 
-    scope: Scope
-    reason: str = ""  # why owners cannot run it; "": they can, on whole parameters unless one may be cut
+    whole: bool  # whether each parameter must be whole, and may be in an instance of its own; else it may be cut
+    reason: str = ""  # why owners cannot run it; "": they can
     writes: tuple[str, ...] = ()  # entries of its parameter groups that step() writes
     matrices: bool = False  # it takes parameters of two dimensions only
 
@@ -137,7 +129,7 @@ def require_owned(make: OptimizerMaker, hyper: Hyper, *, whole: bool = True) -> 
     verdict = try_class(make, hyper)
     if verdict.reason:
         raise UnsupportedError(f"{make.name} cannot run on shards: {verdict.reason}")
-    if verdict.scope is not Scope.ELEMENT and not whole:
+    if verdict.whole and not whole:
         raise UnsupportedError(
             f"{make.name} needs whole parameters with these options, and those of the groups at rayzero.prepare() let "
             "shards cut them: give it such a group there"
@@ -188,31 +180,28 @@ def try_class(make: OptimizerMaker, hyper: Hyper) -> TrialVerdict:
 @outside_modes  # a default device is a mode
 def _try(make: OptimizerMaker, hyper: Hyper) -> TrialVerdict:
     _require_numbers(make, hyper)
-    verdict = TrialVerdict(Scope.ELEMENT)
+    verdict = TrialVerdict(whole=False)
     forms = StateForms(make, hyper)
     for every in _SHAPES:
-        affordable = {
-            shape: ends for shape, ends in every.cut.items() if every is _SHAPES[0] or not forms.is_dear(shape)
-        }
-        shapes = every if len(affordable) == len(every.cut) else _Shapes(affordable)
-        plain = _plain_course(make, hyper, shapes)
+        cheap = {shape: ends for shape, ends in every.cut.items() if every is _SHAPES[0] or not forms.is_dear(shape)}
+        plain = _plain_course(make, hyper, _Shapes(cheap))
         if plain.zeroed:
             raise _refusal(make, f"its zero_grad() changes {', '.join(plain.zeroed)} of its parameter groups")
-        if verdict.scope is Scope.ELEMENT and _trains_pieces(make, plain):
-            verdict = TrialVerdict(Scope.ELEMENT, writes=_written(make, plain))
+        if not verdict.whole and _trains_pieces(plain):
+            verdict = TrialVerdict(whole=False, writes=_written(plain))
         else:
-            verdict = _in_whole(make, plain)
+            verdict = _in_whole(plain)
         if verdict.reason or verdict.matrices:
             break
     return verdict
 
 
-def _trains_pieces(make: OptimizerMaker, plain: _Course) -> bool:
+def _trains_pieces(plain: _Course) -> bool:
     """Whether instances over flat pieces of parameters get the bits of a course."""
+    if plain.odd_state or plain.shaped or plain.moved:
+        return False
     try:
-        return not (plain.odd_state or plain.shaped or plain.moved) and plain.followed(
-            make, plain.shapes.pieces(), made_again=True
-        )
+        return plain.followed(plain.shapes.pieces(), made_again=True)
     except Exception:  # it takes no flat pieces
         return False
 
@@ -229,21 +218,22 @@ def _plain_course(make: OptimizerMaker, hyper: Hyper, shapes: _Shapes) -> _Cours
     raise _refusal(make, f"a trial step without a closure, on dense tensors, raised {reason!r}") from reason
 
 
-def _in_whole(make: OptimizerMaker, plain: _Course) -> TrialVerdict:
+def _in_whole(plain: _Course) -> TrialVerdict:
     """What a class can do that does not train pieces."""
+    make = plain.make
     if not plain.equals(_plain_course(make, plain.hyper, plain.shapes)):
         raise _refusal(make, "two equal trials gave different weights: it draws random numbers")
     if plain.moved:
         raise _refusal(make, "it changes parameters, or what it keeps of them, in steps without a gradient of them")
     try:
-        alone = plain.followed(make, plain.shapes.whole())
+        alone = plain.followed(plain.shapes.whole())
     except Exception as exc:
         raise _refusal(make, f"a trial with a parameter in each instance raised {exc!r}") from exc
     if not alone:
         kept = f", or keeps in attributes what they do not share ({', '.join(plain.changed)})" if plain.changed else ""
         raise _refusal(make, f"parameters get other values in instances of their own: it mixes parameters{kept}")
     matrices = plain.shapes is _MATRICES
-    verdict = partial(TrialVerdict, Scope.PARAMETER, writes=_written(make, plain), matrices=matrices)
+    verdict = partial(TrialVerdict, True, writes=_written(plain), matrices=matrices)
     if plain.odd_state:
         return verdict(
             f"it keeps {plain.odd_state}, not tensors and numbers that a checkpoint keeps exactly; {_INSTEAD}, or for "
@@ -253,7 +243,7 @@ def _in_whole(make: OptimizerMaker, plain: _Course) -> TrialVerdict:
         return verdict(f"it keeps {', '.join(plain.long_numbers)} as an integer that fp32 would round; {_INSTEAD}")
     if plain.late:
         return verdict(f"{plain.late} of what it keeps have another form after a parameter's first update; {_INSTEAD}")
-    if plain.followed(make, plain.shapes.whole(), made_again=True):
+    if plain.followed(plain.shapes.whole(), made_again=True):
         return verdict()
     changes = f", and step() changes its attributes {', '.join(plain.changed)}" if plain.changed else ""
     return verdict(
@@ -299,7 +289,7 @@ class _Course:
     def __init__(self, make: OptimizerMaker, hyper: Hyper, shapes: _Shapes, *, missing: bool) -> None:
         """``missing``: a parameter has no gradient in one of the steps. Raises what the class raises."""
         numbers = torch.Generator().manual_seed(2026)
-        self.hyper, self.shapes, self._shape_of = hyper, shapes, list(shapes)
+        self.make, self.hyper, self.shapes, self._shape_of = make, hyper, shapes, list(shapes)
         self.first = [_draw(shape.numel(), numbers) for shape in shapes]
         params = [Parameter(value.clone().view(shape)) for value, shape in zip(self.first, shapes, strict=True)]
         other = Parameter(_draw(params[0].numel(), numbers).view(params[0].shape))
@@ -358,24 +348,26 @@ class _Course:
         pairs = zip(self.before, self.after, strict=True)
         return sorted({name for was, now in pairs for name, value in now.items() if was.get(name, was) != value})
 
-    def followed(self, make: OptimizerMaker, instances: Sequence[Sequence[Part]], *, made_again: bool = False) -> bool:
+    def followed(self, instances: Sequence[Sequence[Part]], *, made_again: bool = False) -> bool:
         """Whether the parameters get the same bits if each of ``instances`` has some parts of them, flat unless whole
         parameters are the only part. ``made_again``: half way from their states. Raises what the class raises."""
         flat = any(len(parts) > 1 for parts in instances)
         return all(
             self._agrees(part, kept)
             for parts in instances
-            for part, kept in zip(parts, self._follow(make, parts, flat, made_again), strict=True)
+            for part, kept in zip(parts, self._follow(parts, flat, made_again), strict=True)
         )
 
-    def _follow(
-        self, make: OptimizerMaker, parts: Sequence[Part], flat: bool, made_again: bool
-    ) -> list[dict[str, Tensor]]:
+    def _follow(self, parts: Sequence[Part], flat: bool, made_again: bool) -> list[dict[str, Tensor]]:
         params = [Parameter(self._fit(self.first[part[0]], part, flat)) for part in parts]
-        optimizer = make.build([self.hyper], [params])
+        optimizer = self.make.build([self.hyper], [params])
         for step, (options, gradients) in enumerate(zip(self.before, self.gradients, strict=True)):
             if made_again and step == _MADE_AGAIN:
-                optimizer = self._made_again(make, optimizer, params, parts)
+                before, optimizer = optimizer.state, self.make.build([self.hyper], [params])
+                for param, part in zip(params, parts, strict=True):
+                    updates = self.updates(part[0], _MADE_AGAIN)
+                    kept = flat_states(before.get(param, {}), param.shape, param.numel(), updates)
+                    optimizer.state[param] = restored_state(self.forms.of(param.shape), kept, updates)
             mine = [gradients[part[0]] for part in parts]
             if all(grad is None for grad in mine):  # owners leave such an instance alone
                 continue
@@ -387,16 +379,6 @@ class _Course:
             _kept(param, state, param.shape, self.updates(part[0]))
             for param, state, part in zip(params, states, parts, strict=True)
         ]
-
-    def _made_again(
-        self, make: OptimizerMaker, optimizer: torch.optim.Optimizer, params: Sequence[Tensor], parts: Sequence[Part]
-    ) -> torch.optim.Optimizer:
-        again = make.build([self.hyper], [params])
-        for param, part in zip(params, parts, strict=True):
-            updates = self.updates(part[0], _MADE_AGAIN)
-            states = flat_states(optimizer.state.get(param, {}), param.shape, param.numel(), updates)
-            again.state[param] = restored_state(self.forms.of(param.shape), states, updates)
-        return again
 
     def _fit(self, values: Tensor, part: Part, flat: bool) -> Tensor:
         """A copy of a part of flat values, as an instance has it: padded with zeros, or in the parameter's shape."""
@@ -484,22 +466,19 @@ def _changed(was: Any, now: Any) -> bool:
     return was is not now and not (simple and was == now)
 
 
-def _written(make: OptimizerMaker, plain: _Course) -> tuple[str, ...]:
+def _written(plain: _Course) -> tuple[str, ...]:
     """The entries of its parameter groups that the class writes. Raises UnsupportedError if they depend on more than
     the other entries."""
     names = plain.written()
-    entries = GroupEntries(make, [plain.hyper]) if names else None
-    for step, (before, after) in enumerate(zip(plain.before, plain.after, strict=True)):
-        if entries is None:
-            break
-        if step == _MADE_AGAIN:
-            entries = GroupEntries(make, [plain.hyper])
+    for step, (before, after) in enumerate(zip(plain.before, plain.after, strict=True) if names else ()):
+        if step in (0, _MADE_AGAIN):
+            entries = GroupEntries(plain.make, [plain.hyper])
         group = as_options(before)
         entries.step([group])
         found = {name: plain_value(group.get(name), name) for name in names}
         if wrong := [name for name in names if found[name] != after.get(name)]:
             raise _refusal(
-                make,
+                plain.make,
                 f"step() writes {', '.join(wrong)} of its parameter groups from gradients or weights of all of them",
             )
     return tuple(names)

@@ -57,9 +57,9 @@ _NUMBER_BYTES, _ALIGN = 8, 64
 class Places:
     """Where the leaves of a parameter's state are."""
 
-    numbers: tuple[str, ...]  # in fp64, one after the other
+    numbers: Mapping[str, int]  # in fp64: first byte
     tensors: Mapping[str, tuple[int, int]]  # first byte, and how many there are
-    size: int  # bytes of the tensors
+    size: int  # bytes of all of them
 
 
 class StateRoom:
@@ -83,8 +83,7 @@ class StateRoom:
     def __call__(self, shard: Shard) -> int:
         """Bytes."""
         unit = self._layout.units[shard.unit]
-        places = [self.places(unit, part) for part in self._layout.slices(shard)]
-        return max(_ALIGN, numbers_bytes(places) + sum(each.size for each in places))
+        return max(_ALIGN, sum(self.places(unit, part).size for part in self._layout.slices(shard)))
 
     def places(self, unit: UnitLayout, part: SlotSlice) -> Places:
         """Of a slice's state: the same in each life of an owner."""
@@ -142,17 +141,16 @@ class StateRoom:
         ]
 
     def _places(self, shape: tuple[int, ...], group: int) -> Places:
-        numbers, sizes = set[str](), dict[str, int]()
-        for form in self._possible(shape, group):
-            for name, value in leaves(form).items():
-                if is_scalar(value):
-                    numbers.add(name)
-                else:
-                    sizes[name] = max(sizes.get(name, 0), _rounded(value.nbytes))
-        tensors, at = {}, 0
+        kept = [item for form in self._possible(shape, group) for item in leaves(form).items()]
+        numbers = {name: _NUMBER_BYTES * at for at, name in enumerate(sorted({n for n, v in kept if is_scalar(v)}))}
+        sizes = dict[str, int]()
+        for name, value in kept:
+            if not is_scalar(value):
+                sizes[name] = max(sizes.get(name, 0), _rounded(value.nbytes))
+        tensors, at = {}, _rounded(_NUMBER_BYTES * len(numbers))
         for name, size in sorted(sizes.items()):
             tensors[name], at = (at, size), at + size
-        return Places(tuple(sorted(numbers)), tensors, at)
+        return Places(numbers, tensors, at)
 
 
 def _taken(forms: StateForms, shape: tuple[int, ...]) -> bool:
@@ -163,11 +161,6 @@ def _taken(forms: StateForms, shape: tuple[int, ...]) -> bool:
         log.debug("a class takes no parameter of shape %s: %s", shape, error)
         return False
     return True
-
-
-def numbers_bytes(places: Sequence[Places]) -> int:
-    """Bytes before a shard's first tensor."""
-    return _rounded(_NUMBER_BYTES * sum(len(each.numbers) for each in places))
 
 
 def _rounded(size: int) -> int:
@@ -198,12 +191,7 @@ class ShardOptimizer:
         self._hyper = [room.options(*at) for at in zip(owned.groups, self.shapes, strict=True)]  # of each slice
         self._optimizer = make.build([self._hyper[own[0]] for own in slices.values()], members)
         self._places = [room.places(owned.unit, part) for part in owned.slices]
-        first = numbers_bytes(self._places)
-        self._first = list(accumulate((each.size for each in self._places), initial=first))  # byte of a slice's tensors
-        count = sum(len(each.numbers) for each in self._places)
-        self._table = self._memory[: _NUMBER_BYTES * count].view(torch.float64)
-        read = iter(self._table.tolist())
-        self._numbers = [{name: next(read) for name in each.numbers} for each in self._places]
+        self._first = list(accumulate((each.size for each in self._places), initial=0))  # byte of each slice
         for index, steps in enumerate(owned.steps):
             if steps:
                 self._optimizer.state[self.params[index]] = self._in_place(index)
@@ -234,7 +222,7 @@ class ShardOptimizer:
             param.grad = None
 
     def fed(self, work: ShardWork, sums: RankSum, slices: Sequence[int]) -> dict[int, Tensor]:
-        """See ``DividedRule.fed``."""
+        """See ``UpdateRule.fed``."""
         found = {}
         for index in (each for each in slices if work.contributors[each]):
             options, grad = work.hyper[self._owned.groups[index]], self._gradient(index, work, sums)
@@ -274,7 +262,6 @@ class ShardOptimizer:
             state = restored_state(self.form(index), values, steps, lambda name, like: self._place(index, name, like))
             self._optimizer.state[self.params[index]] = state
             self._note(index, state)
-            self._settle()
 
     def write(self, kind: str, values: Tensor) -> None:
         """See ``UpdateRule.write``."""
@@ -286,7 +273,6 @@ class ShardOptimizer:
             for name, kinds in kinds_of(state, self.shapes[index]).items():
                 if kind in kinds:
                     self._write_leaf(index, name, leaves(state)[name], kinds.index(kind), new)
-        self._settle()
 
     def _write_leaf(self, index: int, name: str, leaf: Any, at: int, new: Tensor) -> None:
         """Write the kind number ``at`` of a leaf."""
@@ -314,14 +300,19 @@ class ShardOptimizer:
 
     def _in_place(self, index: int) -> State:
         """The state of a slice that has been updated before: on the shard's memory."""
-        form, numbers = self.form(index), self._numbers[index]
-        return with_leaves(
-            form,
-            {
-                name: scalar_like(like, numbers[name]) if is_scalar(like) else self._place(index, name, like)
-                for name, like in leaves(form).items()
-            },
-        )
+        form = self.form(index)
+        found = {
+            name: scalar_like(like, self._number(index, name).item())
+            if is_scalar(like)
+            else self._place(index, name, like)
+            for name, like in leaves(form).items()
+        }
+        return with_leaves(form, found)
+
+    def _number(self, index: int, name: str) -> Tensor:
+        """The memory of a number: 0-dim, fp64."""
+        start = self._first[index] + self._places[index].numbers[name]
+        return self._memory[start : start + _NUMBER_BYTES].view(torch.float64)[0]
 
     def _place(self, index: int, name: str, like: Tensor) -> Tensor:
         """The memory of a tensor, in its strides if these leave no gaps."""
@@ -334,25 +325,22 @@ class ShardOptimizer:
     def _keep(self, states: Mapping[int, State]) -> str:
         """Copy to their places the tensors that an update of slices (by index) has left in other memory. Returns a
         description of the first leaf that cannot be kept, and then changes nothing; "" if there is none."""
-        moved: list[tuple[State, dict[str, tuple[Tensor, Tensor]]]] = []
+        ours, copies = self._memory.untyped_storage().data_ptr(), list[tuple[Tensor, Tensor]]()
         for index, state in states.items():
             if odd := self._misfit(index, state):
                 return odd
-            tensors = {name: value for name, value in leaves(state).items() if not is_scalar(value)}
-            places = {name: self._place(index, name, value) for name, value in tensors.items()}
-            away = {name: (value, places[name]) for name, value in tensors.items() if not _is_at(value, places[name])}
-            moved += [(state, away)] if away else []
-        ours = self._memory.untyped_storage().data_ptr()
-        for _, away in moved:  # what was exchanged is read before it is overwritten
-            for name, (value, place) in away.items():
-                away[name] = value.clone() if value.untyped_storage().data_ptr() == ours else value, place
-        for state, away in moved:
-            for value, place in away.values():
-                place.copy_(value)
-            state.update(with_leaves(state, {name: place for name, (_, place) in away.items()}))
         for index, state in states.items():
+            away = {}
+            for name, value in leaves(state).items():
+                if not is_scalar(value) and not _is_at(value, place := self._place(index, name, value)):
+                    away[name] = place
+                    exchanged = value.untyped_storage().data_ptr() == ours  # read it before it is overwritten
+                    copies.append((place, value.clone() if exchanged else value))
+            if away:
+                state.update(with_leaves(state, away))
             self._note(index, state)
-        self._settle()
+        for place, value in copies:
+            place.copy_(value)
         return ""
 
     def _misfit(self, index: int, state: State) -> str:
@@ -370,14 +358,10 @@ class ShardOptimizer:
         return ""
 
     def _note(self, index: int, state: State) -> None:
-        """``_settle`` follows."""
-        self._numbers[index].update({name: float(value) for name, value in leaves(state).items() if is_scalar(value)})
-
-    def _settle(self) -> None:
-        """Write the numbers into the memory."""
-        if self._table.numel():
-            numbers = [number for each in self._numbers for number in each.values()]
-            self._table.copy_(torch.tensor(numbers, dtype=torch.float64, device="cpu"))
+        """Write a slice's numbers into the memory."""
+        for name, value in leaves(state).items():
+            if is_scalar(value):
+                self._number(index, name).fill_(float(value))
 
 
 def _shaped(values: Tensor, shape: Sequence[int]) -> Tensor:

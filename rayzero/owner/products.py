@@ -6,18 +6,18 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from rayzero.concurrency.futures import chain, fail, failed, settle
 from rayzero.errors import StoreError
-from rayzero.kernels.newton_schulz import Products, answered, as_product
+from rayzero.kernels.newton_schulz import answer_from, answered, as_product
+from rayzero.owner.rules import UpdateRule
 from rayzero.owner.shard import OwnedShard, ShardWork, StepWork
 from rayzero.protocol.messages import ModelSpec
 from rayzero.protocol.products import PRODUCT_DTYPE, Matrix, matrices_of, multiplying_ranks, product_work, shards_ahead
@@ -26,15 +26,6 @@ log = logging.getLogger(__name__)
 
 _PATIENCE_S = 5.0  # for an answer, beside what a rank takes that computes ...
 _SLOWEST_FLOPS = 1e11  # ... no slower than this, a second
-
-
-class DividedRule(Protocol):
-    """An update rule whose products can be computed before the update."""
-
-    def fed(self, owned: OwnedShard, work: ShardWork, slices: Sequence[int]) -> Mapping[int, Tensor]:
-        """What the update will feed into Newton-Schulz for these slices, (m, n) in bf16; changes nothing. Without those
-        that have no gradient; empty if a former life has made the update."""
-        ...
 
 
 @dataclass(eq=False, slots=True)
@@ -53,7 +44,7 @@ class ShardProducts:
     ``begin``, ``post`` and ``used`` are for the updater's thread. A rank that has not asked for anything since it let
     this owner wait is not waited for again."""
 
-    def __init__(self, spec: ModelSpec, shards: Mapping[int, OwnedShard], rule: DividedRule, version: int) -> None:
+    def __init__(self, spec: ModelSpec, shards: Mapping[int, OwnedShard], rule: UpdateRule, version: int) -> None:
         """``version``: of the shards."""
         self._rank_of, self._work = multiplying_ranks(spec), product_work(spec.layout, spec.hyper, spec.group_of)
         self._spec, self._shards, self._rule = spec, shards, rule
@@ -83,7 +74,7 @@ class ShardProducts:
         return future
 
     def take(self, shard: int, version: int, values: Tensor) -> None:
-        """What has come out; dropped if it is too late."""
+        """What has come out; dropped if nobody waits for it."""
         with self._lock:
             self._present.add(self._rank_of.get(shard, -1))
             there = self._exchanges.get((shard, version))
@@ -136,24 +127,21 @@ class ShardProducts:
             settle(there.given, given)
 
     @contextmanager
-    def used(self, owned: OwnedShard, version: int) -> Iterator[None]:
-        """A context in which this thread's Newton-Schulz has the answers for the update of a shard that makes
-        ``version``; waits for them."""
+    def used(self, owned: OwnedShard, version: int) -> Iterator[list[float]]:
+        """``answered``, with the answers for the update of a shard that makes ``version``; waits for them."""
         index = owned.shard.index
         there = self._exchanges.get((index, version))
-        if there is None:
-            yield
-            return
-        answer = self._awaited(index, there)
+        answer = None if there is None else self._awaited(index, there)
         pairs = [
             (given, as_product(answer[each.start : each.stop], each.shape))
-            for each, given in there.pairs
+            for each, given in (there.pairs if there is not None else ())
             if answer is not None
         ]
-        with answered(Products(pairs)):
-            yield
-        self._ahead -= 1
-        self._end(index, version)
+        with answered(answer_from(pairs)) as computed:
+            yield computed
+        if there is not None:
+            self._ahead -= 1
+            self._end(index, version)
 
     def _awaited(self, shard: int, there: _Exchange) -> Tensor | None:
         """The answer for a shard; None: its rank is gone, or late."""

@@ -45,6 +45,11 @@ class UpdateRule(ABC):
     def update(self, owned: OwnedShard, work: ShardWork, on_tile: OnTile) -> None:
         """Update master, states and published parameters; slices without contributors stay as they are."""
 
+    def fed(self, owned: OwnedShard, work: ShardWork, slices: Sequence[int]) -> Mapping[int, Tensor]:
+        """What the update will feed into Newton-Schulz for these slices, (m, n) in bf16; changes nothing. Without those
+        that have no gradient; empty if a former life has made the update."""
+        return {}
+
     @abstractmethod
     def states(self, owned: OwnedShard) -> dict[str, Tensor]:
         """Kind -> 1D fp32, the shard's elements; copies of the states outside planned memory."""
@@ -171,7 +176,7 @@ class ClassRule(UpdateRule):
     """Runs one instance of the class per shard, on fp32 parameters that are views of the shard's master.
 
     Knows the class and each shard's instance; nothing about what the class computes. What it keeps is in the shard's
-    memory: [Note: states in place] in classes/class_states.py."""
+    memory: [Note: states in place] in class_states.py."""
 
     kernel = "torch class"
 
@@ -214,8 +219,8 @@ class ClassRule(UpdateRule):
             self._shards.pop(owned.shard.index, None)  # what it knows is not what the memory has
         return done
 
-    def fed(self, owned: OwnedShard, work: ShardWork, slices: Sequence[int]) -> dict[int, Tensor]:
-        """See ``DividedRule.fed``."""
+    def fed(self, owned: OwnedShard, work: ShardWork, slices: Sequence[int]) -> Mapping[int, Tensor]:
+        """See ``UpdateRule.fed``."""
         return {} if self._is_done(owned, work) else self._of(owned).fed(work, self._sums, slices)
 
     def states(self, owned: OwnedShard) -> dict[str, Tensor]:

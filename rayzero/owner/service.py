@@ -29,7 +29,6 @@ from rayzero.owner.memory import LeftOnDevice, MemoryMaker
 from rayzero.owner.owned_model import OwnedModel, OwnerTerms, build_model, check_same
 from rayzero.owner.products import ShardProducts
 from rayzero.owner.publisher import Listener, PublishedCopy, Publisher
-from rayzero.owner.rules import ClassRule
 from rayzero.owner.shard import OwnedShard, ShardState, Updater
 from rayzero.owner.staged_writes import StagedWrites, WriteListener
 from rayzero.owner.updates import StepUpdates
@@ -71,9 +70,11 @@ class _Parts:
     changes: ChangeLog
     checkpoints: CheckpointWriter
     writes: StagedWrites
+    products: ShardProducts
 
     def fail(self, error: StoreError, last_version: int) -> None:
         """No further step will be decided, and no version after ``last_version`` will be published."""
+        self.products.close()
         self.writes.fail(error)
         self.checkpoints.fail(error, last_version)
         self.contributions.fail(error)
@@ -116,7 +117,6 @@ class ShardService:
         self._publisher = Publisher(self._updater)
         self._on_total: TotalListener = lambda shard, word: None
         self._on_write: WriteListener = lambda shard, begins: None
-        self._products: ShardProducts | None = None  # after the first attach, if ranks compute some
 
     # ---- attach and initial values
 
@@ -181,15 +181,13 @@ class ShardService:
             taken_over=bool(model.former),
             room=None if budget is None else budget - self._memory_taken - model.plan.total,
         )
-        if model.spec.matrix_updates == "rank" and isinstance(model.rule, ClassRule):
-            self._products = ShardProducts(model.spec, shards, model.rule, version)
+        products = ShardProducts(model.spec, shards, model.rule, version)
         updates = StepUpdates(
-            *(model, contributions, self._publisher, checkpoints, changes, recorder, self._terms.norms_every),
-            self._products,
+            *(model, contributions, self._publisher, checkpoints, changes, recorder, self._terms.norms_every), products
         )
         self._publisher.open(model.rule)
         writes = StagedWrites(model, updater, checkpoints, changes, lambda shard, begins: self._on_write(shard, begins))
-        self._parts = _Parts(model, contributions, updates, changes, checkpoints, writes)
+        self._parts = _Parts(model, contributions, updates, changes, checkpoints, writes, products)
         if self.failed.done():  # before the first attach
             self._parts.fail(self.failed.result(), -1)
         if model.former:
@@ -301,8 +299,8 @@ class ShardService:
     def left(self, rank: int, reason: str) -> None:
         """A rank has left: no product of it is waited for. If rank 0 leaves before it has loaded all values, everything
         that waits for them, now or later, fails."""
-        if self._products is not None:
-            self._products.left(rank)
+        if self._parts is not None:
+            self._parts.products.left(rank)
         if rank == 0 and not self.is_loaded:
             self._fail(
                 RankLeftError(f"rank 0 left before it had loaded all values of optimizer {self.owner} ({reason})"),
@@ -323,7 +321,7 @@ class ShardService:
         reading rank's finish. States that a generic optimizer keeps itself come as a copy. Raises StoreError if the
         version is gone. PRODUCT: what the rank that asks is to multiply, for the update that makes ``version``."""
         if kind == PRODUCT:
-            return self._divided(shard).read(shard, version)
+            return self._attached().products.read(shard, version)
         return self._publisher.read(self.shard(shard), version, kind)
 
     def content(self, shard: int) -> int:
@@ -453,7 +451,7 @@ class ShardService:
         """Keep values (1D, the shard's elements; COMPUTE: the unit's dtype, else fp32) for a later write. The caller
         must not change them until then. PRODUCT: what came out, for the update that makes ``version``."""
         if kind == PRODUCT:
-            self._divided(shard).take(shard, version, values)
+            self._attached().products.take(shard, version, values)
             return
         self._attached().writes.stage(self.shard(shard), version, kind, values)
 
@@ -532,8 +530,6 @@ class ShardService:
 
     def _fail(self, error: StoreError, last_version: int) -> None:
         """No version after ``last_version`` will be published."""
-        if self._products is not None:
-            self._products.close()
         settle(self.failed, error)  # first: parts that are being created now check it
         self._publisher.fail(error, last_version)
         if self._parts is not None:
@@ -569,12 +565,6 @@ class ShardService:
             self._parts.checkpoints.close()
 
     # ---- lookups
-
-    def _divided(self, shard: int) -> ShardProducts:
-        self.shard(shard)
-        if self._products is None:
-            raise StoreError(f"optimizer {self.owner} multiplies its matrices itself: matrix_updates='owner'")
-        return self._products
 
     def _attached(self) -> _Parts:
         if self._parts is None:

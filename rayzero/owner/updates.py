@@ -13,13 +13,11 @@ import math
 import time
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import nullcontext
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from rayzero.kernels.newton_schulz import measured
 from rayzero.layout.model_layout import layer_groups
 from rayzero.owner.changes import ChangeLog
 from rayzero.owner.checkpoint import CheckpointWriter
@@ -115,7 +113,7 @@ class StepUpdates:
         changes: ChangeLog,
         recorder: Recorder,
         norms_every: int | None,
-        products: ShardProducts | None = None,
+        products: ShardProducts,
     ) -> None:
         """``norms_every``: steps between measurements of norms by layer group; None: never. ``products``: that ranks
         compute."""
@@ -136,8 +134,7 @@ class StepUpdates:
         """Update and publish the shards; neighbours that do not change are published together."""
         started = time.perf_counter()
         norms = self._measured_norms(step)
-        if self._products is not None:
-            self._products.begin(step)
+        self._products.begin(step)
         for changes, group in groupby(
             self._model.shards.values(), key=lambda owned: step.shards[owned.shard.index] is not None
         ):
@@ -164,8 +161,7 @@ class StepUpdates:
 
     def _update(self, owned: OwnedShard, work: ShardWork | None, norms: GroupNorms | None) -> None:
         assert work is not None
-        if self._products is not None:
-            self._products.post()
+        self._products.post()
         self._checkpoints.protect(owned)  # before nobody can read it: it may wait
         self._publisher.updating(owned)
 
@@ -177,7 +173,7 @@ class StepUpdates:
         if norms is not None:
             norms.before(owned)
         over = self._recorder.spans.begin("update", _name(owned), work.version - 1)
-        with nullcontext() if self._products is None else self._products.used(owned, work.version), measured() as took:
+        with self._products.used(owned, work.version) as took:
             self._model.rule.update(owned, work, on_tile)
         over()
         if took:

@@ -196,6 +196,8 @@ class FoundSlab:
 
     path: Path
     bytes: int
+    user: int  # whose it is
+    changed_ns: int  # when the file was written to last
     alive: bool  # its maker lives
     header: SlabHeader | None  # None: not filled yet, or from another rayzero
 
@@ -205,7 +207,9 @@ def list_slabs(directory: Path = SHARED_MEMORY) -> list[FoundSlab]:
     return [
         FoundSlab(
             path=path,
-            bytes=os.fstat(fd).st_size,
+            bytes=(status := os.fstat(fd)).st_size,
+            user=status.st_uid,
+            changed_ns=status.st_mtime_ns,
             alive=not is_free(fd),
             header=_header_or_none(path, fd),
         )

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.optim import _muon
 
 from rayzero.errors import UnsupportedError
-from rayzero.kernels import newton_schulz as cut
-from rayzero.kernels.newton_schulz import as_product, newton_schulz, require_divided
+from rayzero.kernels.newton_schulz import answer_from, answered, as_product, newton_schulz, require_divided
 from rayzero.kernels.optimizer_class import OptimizerMaker
 
 NEWTON = {"ns_coefficients": (3.4445, -4.775, 2.0315), "ns_steps": 5, "eps": 1e-7}
@@ -93,10 +92,10 @@ def test_a_torch_that_calls_something_else_is_refused(monkeypatch: pytest.Monkey
 def test_an_answer_is_for_this_thread_and_for_this_matrix_alone() -> None:
     ours, other = torch.randn(8, 12), torch.randn(8, 12)
     told = torch.full((8, 12), 0.5, dtype=torch.bfloat16)
-    products = cut.Products([(ours.bfloat16(), told)])
-    with cut.answered(products):
+    unused = [(ours.bfloat16(), told)]
+    with answered(answer_from(unused)) as computed:
         found = [_muon._zeropower_via_newtonschulz(each, *NEWTON.values()) for each in (ours, other)]
     assert found[0] is told
     assert torch.equal(found[1], newton_schulz(other, NEWTON))
-    assert (products.used, products.computed) == (1, 1)
+    assert (unused, len(computed)) == ([], 1)
     assert torch.equal(_muon._zeropower_via_newtonschulz(ours, *NEWTON.values()), newton_schulz(ours, NEWTON))

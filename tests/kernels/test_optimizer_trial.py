@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rayzero.errors import UnsupportedError
 from rayzero.kernels.optimizer_class import GroupEntries, OptimizerMaker, plain_value
-from rayzero.kernels.optimizer_trial import Scope, require_owned, try_class
+from rayzero.kernels.optimizer_trial import require_owned, try_class
 from rayzero.protocol.messages import canonical_json
 
 OPTIONS = {"lr": 0.1}
@@ -91,7 +91,7 @@ MIXES: dict[str, Direction] = {
 @pytest.mark.parametrize("mixes", MIXES)
 def test_a_class_that_mixes_elements_now_and_then_gets_whole_parameters(mixes: str) -> None:
     make = OptimizerMaker(going(MIXES[mixes]))
-    assert require_owned(make, OPTIONS).scope is Scope.PARAMETER
+    assert require_owned(make, OPTIONS).whole
     with pytest.raises(UnsupportedError, match="Going needs whole parameters with these options"):
         require_owned(make, OPTIONS, whole=False)
 
@@ -231,7 +231,7 @@ class MatricesOnly(Each):
 
 def test_a_class_that_takes_matrices_only_is_tried_with_matrices() -> None:
     verdict = require_owned(OptimizerMaker(MatricesOnly), OPTIONS)
-    assert (verdict.scope, verdict.writes) == (Scope.PARAMETER, ("count",))
+    assert (verdict.whole, verdict.writes) == (True, ("count",))
 
 
 class Noisy(Each):
@@ -264,7 +264,7 @@ class NeverWithout(torch.optim.Optimizer):
 
 
 def test_a_class_that_needs_every_gradient_is_accepted() -> None:
-    assert try_class(OptimizerMaker(NeverWithout), OPTIONS).scope is Scope.ELEMENT
+    assert not try_class(OptimizerMaker(NeverWithout), OPTIONS).whole
 
 
 class Counted(Each):

@@ -18,11 +18,14 @@ from rayzero.codecs.changes import Change, apply_record, encode, to_record
 from rayzero.codecs.record import LENGTH, used_bytes
 from rayzero.concurrency.futures import Gather
 from rayzero.errors import StateLostError, StoreError
+from rayzero.followers.follower import Follower
+from rayzero.followers.remote_shards import RemoteRun
 from rayzero.layout.model_layout import Shard, UnitLayout
 from rayzero.layout.shard_map import Rescale
 from rayzero.memory import planner
 from rayzero.protocol.messages import COMPUTE, ModelSpec, Published
 from rayzero.protocol.ownership import Ownership
+from rayzero.security.credentials import follower_token
 from rayzero.slabs.sweep import SHARED_MEMORY, list_slabs
 from rayzero.store.host import mirror_memory
 from rayzero.store.host.mirror_memory import MirrorMemory
@@ -30,6 +33,7 @@ from rayzero.store.host.mirrors import Mirror
 from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.remote.remote_connection import RankTerms, RemoteConnection
 from rayzero.store.shm.shared_plan import SharedPlan
+from rayzero.store.wire.rpc import CallTerms
 from rayzero.telemetry.names import TRANSFER_BYTES
 from tests.support import needs
 
@@ -200,6 +204,39 @@ def test_what_versions_change_comes_where_it_is_smaller_and_no_bit_differs(stack
     assert sum(counts[7:18]) < 4 * away, "of 11 updates, few are noted"
     assert sizes[18] > 0.2 * whole
     assert all(size < 0.2 * whole for size in sizes[-20:])
+
+
+@pytest.mark.promise("exact", "hosts")
+@pytest.mark.parametrize("owners", [(0, 1, 2), (None, None)], ids=["an owner on each", "owners on others"])
+def test_doors_of_three_hosts_and_a_follower_get_what_each_version_changes(
+    stack: ExitStack, owners: tuple[int | None, ...]
+) -> None:
+    """Each door asks on its own, and so does the follower: what one of them gets is no other's, nor used up by it."""
+    spec, place = make_spec(3, dtypes=BF16, shard_numel=4096), test_host_sums.Place(stack, (0, 1, 2), owners)
+    ranks, alone = place.start(spec), start(stack.enter_context(inprocess(3, len(owners))), spec)
+    terms = CallTerms(token=follower_token(place.token))
+    run = RemoteRun("toy", lambda: (place.addresses, terms))
+    follower = stack.enter_context(Follower(run, None, lambda: True))
+    plan, units = SharedPlan.of(spec, len(owners)), spec.layout.units
+    bytes_of = [sum(s.numel * units[s.unit].dtype.itemsize for s in plan.shards_of(o)) for o in range(len(owners))]
+    away = [sum(size for size, host in zip(bytes_of, owners, strict=True) if host != own) for own in range(3)]
+
+    def crossed() -> list[int]:
+        """Bytes that the door of each host has fetched."""
+        return [
+            int(place.of_doors[host].total(TRANSFER_BYTES, direction="fetch", transport="grpc")) for host in range(3)
+        ]
+
+    follower.read(0)
+    for number, rate in enumerate([1e-4] * 3 + [1.0] * 2 + [1e-4] * 3, 1):
+        before, had, wanted = crossed(), follower.stats().change_bytes, step_at(alone, rate)
+        assert equal(step_at(ranks, rate), wanted)
+        assert equal(dict(follower.read(number)), wanted)
+        if rate < 1.0:
+            came = [now - then for now, then in zip(crossed(), before, strict=True)]
+            assert all(0 < size < 0.2 * whole for size, whole in zip(came, away, strict=True)), number
+            assert 0 < follower.stats().change_bytes - had < 0.2 * sum(bytes_of)
+    assert follower.stats().whole_bytes == sum(bytes_of), "the first version alone came whole"
 
 
 @pytest.mark.parametrize("what", ["damaged", "of another version", "for other bytes"])

@@ -21,7 +21,7 @@ import inspect
 import logging
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
 from functools import partial
 from types import MethodType
@@ -177,19 +177,19 @@ def maker_of(optimizer: torch.optim.Optimizer, hyper: Sequence[Hyper]) -> Optimi
     Raises UnsupportedError that names a method that was replaced, an attribute that owners cannot get, or the reason
     why they cannot make an instance."""
     if isinstance(optimizer, Optimizers):
-        own = iter(map(own_options, hyper))
-        return maker_of_several([maker_of(part, [next(own) for _ in part.param_groups]) for part in optimizer.parts])
+        each = iter(map(own_options, hyper))
+        return maker_of_several([maker_of(part, [next(each) for _ in part.param_groups]) for part in optimizer.parts])
     _refuse_replaced_methods(optimizer)
     cls = type(optimizer)
     if cls in ADAMS:  # owners have code of their own, which reads no attributes
         return OptimizerMaker(cls)
     refuse_known(OptimizerMaker(cls))
-    arguments = inspect.signature(cls).parameters.keys() - hyper[0].keys()
-    named = {path: value for path, value in _plain_values(_own(optimizer)) if path.rpartition(".")[2] in arguments}
-    make = OptimizerMaker(cls, named)
-    left = _differing(_own(optimizer), _own(stand_in(make, hyper)))
+    arguments, own = inspect.signature(cls).parameters.keys() - hyper[0].keys(), _own(optimizer)
+    plain = {path: value for path, value in own.items() if _is_plain(value) and path.count(".") < 2}
+    make = OptimizerMaker(cls, {path: plain[path] for path in plain if path.rpartition(".")[2] in arguments})
+    left = _differing(own, _own(stand_in(make, hyper)))
     make = OptimizerMaker(cls, make.attributes | {path: value for path, value in left.items() if _is_plain(value)})
-    if left := _differing(_own(optimizer), _own(stand_in(make, hyper))):
+    if left := _differing(own, _own(stand_in(make, hyper))):
         names = ", ".join(map(repr, sorted(left)))
         raise UnsupportedError(
             f"the {cls.__name__} has attributes that owners cannot get: {names}. They make instances from the class, "
@@ -202,7 +202,13 @@ def maker_of(optimizer: torch.optim.Optimizer, hyper: Sequence[Hyper]) -> Optimi
 
 def attribute_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What an optimizer's ``step()`` may read on it, as of now: dotted path -> value. Torch's own read nothing."""
-    return {} if OptimizerMaker(type(optimizer)).is_torchs else dict(_snapshot(_own(optimizer)))
+    return {} if OptimizerMaker(type(optimizer)).is_torchs else {k: _noted(v) for k, v in _own(optimizer).items()}
+
+
+def _noted(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return [id(value), value._version]
+    return copy.deepcopy(value) if _is_plain(value) else value
 
 
 def late_attribute(then: dict[str, Any], optimizer: torch.optim.Optimizer) -> str:
@@ -210,23 +216,11 @@ def late_attribute(then: dict[str, Any], optimizer: torch.optim.Optimizer) -> st
     return min(_differing(then, attribute_values(optimizer)), default="")
 
 
-def _snapshot(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        at = f"{path}{name}"
-        if _is_plain(value):
-            yield at, copy.deepcopy(value)
-        elif isinstance(value, Tensor):
-            yield at, [id(value), value._version]
-        elif (inside := _inside(value)) is not None and not isinstance(value, torch.optim.Optimizer):
-            yield from _snapshot(inside, f"{at}.")
-        else:
-            yield at, value
-
-
 def _own(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What an instance keeps beside what torch does. See ``_flat``."""
     slots = (name for kind in type(optimizer).__mro__ for name in _slots(kind) if hasattr(optimizer, name))
     own = vars(optimizer) | {name: getattr(optimizer, name) for name in slots}
-    return {name: value for name, value in own.items() if name not in _BY_TORCH}
+    return _flat({name: value for name, value in own.items() if name not in _BY_TORCH})
 
 
 def _slots(cls: type) -> Sequence[str]:
@@ -258,28 +252,27 @@ def _is_by_scheduler(step: Any, cls: type) -> bool:
 # ---- attributes --------------------------------------------------------------------------------------------------
 
 
-def _differing(ours: dict[str, Any], theirs: dict[str, Any], path: str = "") -> dict[str, Any]:
-    """Dotted path -> our value, where ``theirs`` lacks it or has another one."""
+def _flat(values: Mapping[str, Any], path: str = "", around: tuple[int, ...] = ()) -> dict[str, Any]:
+    """Dotted path -> value: one that JSON keeps, or of which nobody can say what it consists of; of all others their
+    type, followed by what they consist of. ``around``: ids of what ``values`` are in."""
     found: dict[str, Any] = {}
-    for name in ours.keys() | theirs.keys():
-        value, other, at = ours.get(name, _Missing), theirs.get(name, _Missing), f"{path}{name}"
-        inside = None if _is_plain(value) or type(value) is not type(other) else _inside(value)
-        if _equal(value, other):
-            continue
-        if inside is None:
-            found[at] = value
-        else:
-            found |= _differing(inside, _inside(other) or {}, f"{at}.")
+    for name, value in values.items():
+        at, is_whole = f"{path}{name}", _is_plain(value) or isinstance(value, torch.optim.Optimizer)
+        inside = None if is_whole else _inside(value)
+        found[at] = value if inside is None else type(value)
+        if inside is not None and id(value) not in around:
+            found |= _flat(inside, f"{at}.", (*around, id(value)))
     return found
 
 
-def _plain_values(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The plain values, and those directly inside others ("args.bits"), with their paths."""
-    for name, value in values.items():
-        inside = (
-            {name: value} if _is_plain(value) else {f"{name}.{key}": v for key, v in (_inside(value) or {}).items()}
-        )
-        yield from ((path, held) for path, held in inside.items() if _is_plain(held))
+def _differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """Path -> our value, where ``theirs`` lacks it or has another one; nothing of what is in it then."""
+    found: dict[str, Any] = {}
+    for path in sorted(ours.keys() | theirs.keys()):  # "args" is before "args.bits"
+        value = ours.get(path, _Missing)
+        if not _equal(value, theirs.get(path, _Missing)) and not any(path.startswith(f"{each}.") for each in found):
+            found[path] = value
+    return found
 
 
 class _Missing:

@@ -37,50 +37,21 @@ from rayzero.protocol.messages import CLASS, STEP, Hyper
 _ANY_SHAPE = (8, 8)  # every class takes a matrix
 
 
-class StateFormat:
-    """What an optimizer class keeps for the parameters of each group, by their shapes.
-
-    Knows names and kinds of values; not owners or units."""
-
-    def __init__(self, make: OptimizerMaker, hyper: Sequence[Hyper]) -> None:
-        """``hyper``: each group's options."""
-        self._make = make
-        self._forms = [StateForms(make, options) for options in hyper]
-
-    def of(self, group: int, steps: int, shape: Shape) -> State:
-        """The form of the state of a parameter that was updated ``steps`` times."""
-        return self._forms[group].of(shape, stepped=steps > 0)
-
-    def kinds(self, group: int, shape: Shape) -> list[str]:
-        """The kinds in which the owners keep the state of such a parameter, without the step count."""
-        return [kind for kinds in kinds_of(self.of(group, 1, shape), shape).values() for kind in kinds if kind != STEP]
-
-    def check(self, name: str, group: int, state: Mapping[str, Any], shape: tuple[int, ...]) -> None:
-        """Raise ConfigError, naming the parameter, if a state is not of this class and options, or has another
-        shape."""
-        given, ours = leaves(state), leaves(self.of(group, 1, shape))
-        if sorted(given) not in (sorted(leaves(self.of(group, 0, shape))), sorted(ours)):
-            raise ConfigError(
-                f"the optimizer state of {name!r} has {sorted(given)}, but {self._make.cls.__name__} with this group's "
-                f"options keeps {sorted(ours)}; load a state of the same class and options"
-            )
-        for kind, value in given.items():
-            if not is_scalar(ours[kind]) and value.shape != ours[kind].shape:
-                raise ConfigError(
-                    f"{kind} of {name!r} has shape {tuple(value.shape)} in the optimizer state, but must have "
-                    f"{tuple(ours[kind].shape)}, as the parameter has shape {shape}"
-                )
+Forms = Sequence[StateForms]  # what the class keeps with the options of each group
 
 
 @outside_modes
-def read_states(engine: Engine, form: StateFormat) -> dict[nn.Parameter, State]:
+def read_states(engine: Engine, forms: Forms) -> dict[nn.Parameter, State]:
     """The states of all parameters that have one: complete fp32 CPU tensors in the parameters' shapes. Waits for the
     last step's update, but for no other rank."""
     found: dict[nn.Parameter, State] = {}
     for unit, groups in _trained(engine):
         counts = engine.cache.fetch_flat(unit, STEP)
         slots = unit.layout.slots
-        states = {slot: form.of(g, _steps(counts, unit, slot), slots[slot].shape) for slot, g in groups.items()}
+        states = {
+            slot: forms[group].of(slots[slot].shape, stepped=_steps(counts, unit, slot) > 0)
+            for slot, group in groups.items()
+        }
         kinds = {slot: kinds_of(like, slots[slot].shape) for slot, like in states.items()}
         wanted = {kind for each in kinds.values() for names in each.values() for kind in names} - {STEP}
         flats = {STEP: counts} | {kind: engine.cache.fetch_flat(unit, kind) for kind in sorted(wanted)}
@@ -95,10 +66,11 @@ def read_states(engine: Engine, form: StateFormat) -> dict[nn.Parameter, State]:
 
 
 @outside_modes
-def check_states(engine: Engine, form: StateFormat, states: Mapping[int, State]) -> None:
+def check_states(engine: Engine, forms: Forms, states: Mapping[int, State]) -> None:
     """Check, before anything is changed, that ``states`` (by id of the Parameter) fit the engine's parameters.
 
-    Raises ConfigError (see ``StateFormat.check``), and UnsupportedError for a parameter that no group trains."""
+    Raises ConfigError, naming the parameter, if a state is not of its group's class and options, or has another shape,
+    and UnsupportedError for a parameter that no group trains."""
     for unit in engine.units:
         groups = engine.trained.groups_of(unit.index)
         for slot, param in enumerate(unit.params):
@@ -109,11 +81,26 @@ def check_states(engine: Engine, form: StateFormat, states: Mapping[int, State])
                     "rayzero.prepare() and has no state here"
                 )
             if state:
-                form.check(layout.name, groups[slot], state, layout.shape)
+                _check_state(layout.name, forms[groups[slot]], state, layout.shape)
+
+
+def _check_state(name: str, forms: StateForms, state: State, shape: Shape) -> None:
+    given, ours = leaves(state), leaves(forms.of(shape))
+    if sorted(given) not in (sorted(leaves(forms.of(shape, stepped=False))), sorted(ours)):
+        raise ConfigError(
+            f"the optimizer state of {name!r} has {sorted(given)}, but {forms.make.cls.__name__} with this group's "
+            f"options keeps {sorted(ours)}; load a state of the same class and options"
+        )
+    for kind, value in given.items():
+        if not is_scalar(ours[kind]) and value.shape != ours[kind].shape:
+            raise ConfigError(
+                f"{kind} of {name!r} has shape {tuple(value.shape)} in the optimizer state, but must have "
+                f"{tuple(ours[kind].shape)}, as the parameter has shape {shape}"
+            )
 
 
 @outside_modes
-def write_states(engine: Engine, form: StateFormat, states: Mapping[int, State]) -> None:
+def write_states(engine: Engine, forms: Forms, states: Mapping[int, State]) -> None:
     """Write the states of all parameters to the owners, unit by unit. A parameter that ``states`` (by id of the
     Parameter) lacks becomes one that was never updated. Every rank calls it with equal ``states``."""
     for unit, groups in _trained(engine):
@@ -121,7 +108,8 @@ def write_states(engine: Engine, form: StateFormat, states: Mapping[int, State])
         engine.values.write(unit, STEP, _filled(unit, {slot: _step_count(state) for slot, state in mine.items()}))
         values = {slot: _flat_kinds(state, unit.layout.slots[slot]) for slot, state in mine.items()}
         slots = unit.layout.slots
-        for kind in sorted({kind for slot, group in groups.items() for kind in form.kinds(group, slots[slot].shape)}):
+        kept = [kinds_of(forms[group].of(slots[slot].shape), slots[slot].shape) for slot, group in groups.items()]
+        for kind in sorted({kind for each in kept for kinds in each.values() for kind in kinds} - {STEP}):
             given = {slot: kinds[kind] for slot, kinds in values.items() if kind in kinds}
             engine.values.write(unit, kind, _filled(unit, given))
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from rayzero.engine.engine import Engine
 from rayzero.engine.optimizer.param_groups import ResumedGroups, attribute_values, hyper_of, late_attribute
 from rayzero.engine.optimizer.states import (
-    StateFormat,
     check_group,
     check_states,
     read_states,
@@ -33,6 +32,7 @@ from rayzero.kernels.optimizer_class import (
     parts_of,
     path_of,
 )
+from rayzero.kernels.optimizer_states import StateForms
 from rayzero.protocol.messages import CLASS, Decision, Hyper, classes_of
 
 _SCHEDULED = {"lr", "momentum", "betas"}  # options that torch's schedulers write
@@ -107,8 +107,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for plain in self._given():
             for hooks in HOOKS:  # the same dicts, so that those registered on either one run, and can be removed
                 setattr(plain if plain is not optimizer else self, hooks, getattr(optimizer, hooks))
-            plain.step = _refusing(plain)  # type: ignore[method-assign]
-            plain.load_state_dict = partial(_refuse_plain_load, type(plain).__name__)  # type: ignore[method-assign]
+            plain.step = _refusing(plain, "step", "update the parameters")  # type: ignore[method-assign]
+            plain.load_state_dict = _refusing(plain, "load_state_dict", "keep the states")  # type: ignore[method-assign]
             plain.state = self._owned  # type: ignore[assignment]
         if isinstance(optimizer, Optimizers):
             for at, part in enumerate(self._parts):
@@ -308,7 +308,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         tensors in the parameters' shapes.
 
         Any rank may call it alone: it reads from the owners, unit by unit, and waits for the last step's update."""
-        self._read = dict(read_states(self.engine, self._format()))
+        self._read = dict(read_states(self.engine, self.forms()))
         try:
             return super().state_dict()
         finally:
@@ -325,11 +325,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         def take(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
             given = self._with_classes(given)
             states.update(self._by_param(given))
-            check_states(self.engine, self._format(), states)
+            check_states(self.engine, self.forms(), states)
             return {**given, "state": {}}
 
         def give(_: torch.optim.Optimizer) -> None:
-            write_states(self.engine, self._format(), states)
+            write_states(self.engine, self.forms(), states)
 
         hooks = [
             self.register_load_state_dict_pre_hook(take),  # after the user's hooks, which may change what is loaded
@@ -374,7 +374,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """``state_dict()`` of one of the optimizers, which a plain one of its class can load."""
         part = self._parts[at]
         members = frozenset().union(*map(_ids, part.param_groups))
-        states = dict(read_states(self.engine, self._format()))
+        states = dict(read_states(self.engine, self.forms()))
         part.state = {param: state for param, state in states.items() if id(param) in members}  # type: ignore[assignment]
         try:
             return dict(type(part).state_dict(part))
@@ -395,8 +395,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             whole["param_groups"][index] = {**loaded, "params": group["params"]}
         self.load_state_dict(whole)
 
-    def _format(self) -> StateFormat:
-        return StateFormat(self.make, self.hyper())
+    def forms(self) -> list[StateForms]:
+        """What its class keeps with the options of each group."""
+        return [StateForms(self.make, options) for options in self.hyper()]
 
     def _by_param(self, given: Mapping[str, Any]) -> dict[int, State]:
         """The states in a state dict, by id of our Parameter. Torch refuses groups of other sizes later."""
@@ -410,24 +411,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
         }
 
 
-def _refusing(optimizer: torch.optim.Optimizer) -> Any:
-    """A ``step`` that raises, for an optimizer whose parameters have gone to the owners."""
-    refuse: Any = partial(_refuse_plain_step, type(optimizer).__name__)
+def _refusing(plain: torch.optim.Optimizer, method: str, why: str) -> Any:
+    """A method that raises, for an optimizer whose parameters have gone to the owners."""
+    refuse: Any = partial(_refuse, type(plain).__name__, method, why)
     refuse._wrapped_by_lr_sched = True  # torch marks a step() whose calls a scheduler counts; ours counts them
     return refuse
 
 
-def _refuse_plain_step(kind: str, *_: Any, **__: Any) -> None:
+def _refuse(kind: str, method: str, why: str, *_: Any, **__: Any) -> None:
     raise UnsupportedError(
-        f"step() was called on the {kind} that was given to rayzero.prepare(), where it would change nothing, "
-        f"because the optimizer owners update the parameters; call step() of the optimizer that prepare() returned"
-    )
-
-
-def _refuse_plain_load(kind: str, *_: Any, **__: Any) -> None:
-    raise UnsupportedError(
-        f"load_state_dict() was called on the {kind} that was given to rayzero.prepare(), where it would change "
-        "nothing, because the optimizer owners keep the states; call that of the optimizer that prepare() returned"
+        f"{method}() was called on the {kind} that was given to rayzero.prepare(), where it would change nothing, "
+        f"because the optimizer owners {why}; call {method}() of the optimizer that prepare() returned"
     )
 
 

@@ -258,7 +258,7 @@ def read_run(run: str, found: Sequence[FoundSlab]) -> DeadRun | None:
         small = [
             entry for entry in found if entry.header is not None and entry.header.facts.role in ("control", "loop")
         ]
-        slabs = [slab for entry in small if (slab := _opened(stack, entry)) is not None]
+        slabs = [slab for entry in small if (slab := opened(stack, entry)) is not None]
         owners = standing([slab for slab in slabs if slab.header.regions_of("versions")])
         if not owners:
             return None
@@ -295,7 +295,8 @@ def _read_loops(slabs: Sequence[Slab]) -> dict[int, frozenset[tuple[int, int]]]:
     return {rank: frozenset(parts) for rank, parts in found.items()}
 
 
-def _opened(stack: ExitStack, found: FoundSlab) -> Slab | None:
+def opened(stack: ExitStack, found: FoundSlab) -> Slab | None:
+    """A slab, mapped for reading until the stack ends; None: it is gone."""
     assert found.header is not None
     facts = found.header.facts
     try:
