@@ -58,7 +58,7 @@ from rayzero.protocol.messages import (
     pack_presence,
 )
 from rayzero.protocol.ownership import owner_map
-from rayzero.security.addresses import host_of
+from rayzero.security.clients import host_of
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.host.channel import Caller
 from rayzero.store.owner.hosted import HostedModels

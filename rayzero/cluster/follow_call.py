@@ -19,7 +19,7 @@ from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.followers.follower import Follower
 from rayzero.followers.held_version import Shards
 from rayzero.followers.host_shards import HostRun
-from rayzero.security.addresses import is_loopback
+from rayzero.security.clients import is_loopback
 from rayzero.security.credentials import Credentials, identity_of
 from rayzero.slabs.sweep import SHARED_MEMORY
 

@@ -30,8 +30,8 @@ from rayzero.concurrency.processes import is_stopped
 from rayzero.concurrency.survivor import kill, wait_or_kill
 from rayzero.config import SecurityConfig, TelemetryConfig
 from rayzero.protocol.ownership import Ownership
-from rayzero.security.addresses import is_loopback
 from rayzero.security.authority import issuer
+from rayzero.security.clients import is_loopback
 from rayzero.security.credentials import ANY_RANK, FOLLOWER, OWNER, Credentials, follower_token, name_of_rank
 from rayzero.security.metrics_access import MetricsAccess
 from rayzero.telemetry.metric import Role

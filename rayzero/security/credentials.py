@@ -18,7 +18,7 @@ from pathlib import Path
 
 from rayzero.errors import ConfigError, HandshakeError
 from rayzero.files import open_regular
-from rayzero.security.addresses import is_loopback
+from rayzero.security.clients import is_loopback
 
 OWNER = "owner.rayzero"
 ANY_RANK = "rank.rayzero"

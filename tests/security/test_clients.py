@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from clock import Clock
 
-from rayzero.security.addresses import host_and_port, host_of
-from rayzero.security.refusals import WARN_EVERY_S, Refusals
+from rayzero.security.clients import WARN_EVERY_S, Refusals, host_and_port, host_of
 from rayzero.telemetry.names import REFUSED
 from rayzero.telemetry.recorder import MemoryRecorder
 
@@ -38,7 +37,7 @@ def test_a_host_and_its_port() -> None:
 
 @pytest.mark.promise("observable", "tls")
 def test_all_are_counted_and_few_are_told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rayzero.security.refusals.monotonic", clock := Clock())
+    monkeypatch.setattr("rayzero.security.clients.monotonic", clock := Clock())
     recorder = MemoryRecorder()
     refusals = Refusals("metrics", recorder)
     for n in range(1000):

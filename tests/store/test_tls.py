@@ -13,8 +13,8 @@ import grpc
 import pytest
 
 from rayzero.errors import HandshakeError, TransferError
-from rayzero.security.addresses import is_loopback
 from rayzero.security.authority import Authority
+from rayzero.security.clients import is_loopback
 from rayzero.security.credentials import ANY_RANK, FOLLOWER, OWNER, Identity, follower_token, identity_of, name_of_rank
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.server import OwnerServer

@@ -12,7 +12,7 @@ import psutil
 
 from rayzero.errors import ConfigError
 from rayzero.quantities import count
-from rayzero.security.addresses import host_and_port, is_loopback
+from rayzero.security.clients import host_and_port, is_loopback
 from rayzero.store.wire.tensor_streams import LET_THROUGH
 
 CONNECT_S = 5.0

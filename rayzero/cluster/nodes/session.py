@@ -20,7 +20,7 @@ from rayzero.cluster.nodes.resources import Node
 from rayzero.cluster.run import NAMESPACE
 from rayzero.cluster.supervision import interruptible, shielded
 from rayzero.errors import RunFailedError
-from rayzero.security.addresses import host_and_port
+from rayzero.security.clients import host_and_port
 
 _CONNECT_S = 5.0  # how long a running Ray may take to answer
 _LOOK_S = 1.0  # between two looks whether Ray is still there

@@ -30,8 +30,8 @@ from rayzero.memory.process_memory import (
     process_memory,
     without_model,
 )
+from rayzero.security.clients import Refusals
 from rayzero.security.credentials import Credentials
-from rayzero.security.refusals import Refusals
 from rayzero.telemetry.metric import METRICS_PATH, Kind, Metric, Role
 from rayzero.telemetry.names import (
     HEAP_BYTES,

@@ -18,7 +18,7 @@ from rayzero.concurrency.event_loop import shared_loop
 from rayzero.errors import EpochOverError, StoreClosedError, StoreError, UnsupportedError
 from rayzero.protocol.messages import LoopState, ModelSpec
 from rayzero.protocol.ownership import Ownership, Prepared, device_owners
-from rayzero.security.addresses import host_of, is_loopback
+from rayzero.security.clients import host_of, is_loopback
 from rayzero.security.credentials import Identity
 from rayzero.store.owner.entrances.access import AccessCheck, TransferCalls
 from rayzero.store.owner.entrances.lobby import CallsInMemory

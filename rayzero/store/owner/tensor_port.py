@@ -20,9 +20,8 @@ from typing import Any, TypeVar
 
 from rayzero.concurrency.threads import use_torch_threads
 from rayzero.errors import HandshakeError, StoreError, TransferError
-from rayzero.security.addresses import is_loopback
+from rayzero.security.clients import Refusals, is_loopback
 from rayzero.security.credentials import names_shown
-from rayzero.security.refusals import Refusals
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.calls.allowance import TooManyCallsError
 from rayzero.store.owner.streams import OwnerStream

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from google.protobuf.message import DecodeError
 
 from rayzero.errors import TransferError
-from rayzero.security.addresses import host_of
+from rayzero.security.clients import host_of
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.wire.payload import Assembly
 from rayzero.store.wire.tensor_stream import (

@@ -14,8 +14,8 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from rayzero.errors import HandshakeError, RayZeroError, StoreError, TransferError
+from rayzero.security.clients import Refusals
 from rayzero.security.credentials import FOLLOWER, OWNER, follower_token, names_shown, require_role
-from rayzero.security.refusals import Refusals
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.calls.allowance import Allowances, reason_to_refuse
 from rayzero.store.owner.handlers import Context, FindModel, Requests

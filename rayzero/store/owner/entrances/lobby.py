@@ -21,8 +21,8 @@ from rayzero.concurrency.event_loop import shared_loop
 from rayzero.concurrency.processes import this_process, watch_process
 from rayzero.concurrency.threads import use_torch_threads
 from rayzero.errors import HandshakeError, RayZeroError, TransferError
+from rayzero.security.clients import Refusals
 from rayzero.security.credentials import Identity
-from rayzero.security.refusals import Refusals
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.entrances.access import as_answer
 from rayzero.store.owner.entrances.pipes import Pipe, PipeBrokenError

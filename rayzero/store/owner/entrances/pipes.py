@@ -27,7 +27,7 @@ from rayzero.codecs.record import used_bytes
 from rayzero.concurrency.backoff import backoff
 from rayzero.errors import StoreError, TransferError
 from rayzero.quantities import count
-from rayzero.security.addresses import host_of
+from rayzero.security.clients import host_of
 from rayzero.security.credentials import Identity
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.streams import OwnerStream, ShardDestination, in_thread

@@ -1,7 +1,11 @@
-"""Counts clients that were refused or cut, and warns of them now and then."""
+"""Addresses of processes, and clients that were refused.
+
+An address is a host, perhaps with a port. An IPv6 address before a port is in brackets.
+"""
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import math
 from time import monotonic
@@ -15,8 +19,33 @@ WARN_EVERY_S = 10.0  # a client that keeps trying must not fill the log
 log = logging.getLogger(__name__)
 
 
+def host_of(address: str) -> str:
+    """The host, without brackets."""
+    if address.startswith("["):
+        return address.rpartition("]")[0].removeprefix("[")
+    return address.partition(":")[0] if address.count(":") == 1 else address
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Both; the host without brackets. Raises ValueError without a port."""
+    host, _, port = address.rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address is reached from its own host only."""
+    host = host_of(address)
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 class Refusals:
-    """Counts in ``rayzero_refused_total`` and logs, each at most once in ``WARN_EVERY_S``, with the number since.
+    """Counts clients that were refused or cut (``rayzero_refused_total``), and warns of them at most once in
+    ``WARN_EVERY_S``, with the number since.
 
     Used by one thread. Knows no protocol."""
 
