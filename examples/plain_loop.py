@@ -78,7 +78,8 @@ def main() -> None:
         if step in (0, args.steps - 1) or (step + 1) % 20 == 0:
             print(f"step {step + 1:3d}  loss {loss.item():.3f}  gradient norm {norm.item():.2f}")
 
-    print(f"parameters: {whole:,} bytes; at most {optimizer.engine.residency.peak:,} were gathered at once")
+    gathered = rayzero.stats(model).memory.gathered_peak
+    print(f"parameters: {whole:,} bytes; at most {gathered:,} were gathered at once")
     plain = ByteModel(args.blocks)
     plain.load_state_dict(rayzero.full_state_dict(model))
     print("the complete weights load into the plain model")

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked import forked
 
 pytestmark = pytest.mark.timeout(600)
 ROOT = Path(__file__).parents[2]
@@ -31,6 +32,18 @@ def run(name: str, *args: str) -> str:
 
 def losses(text: str) -> list[float]:
     return [float(value) for value in re.findall(r"'?loss'?:? '?([\d.]+)", text)]
+
+
+@pytest.mark.parametrize(
+    ("name", "last"),
+    [("plain_loop.py", "the complete weights load into the plain model"), ("lora.py", "the base is as it was: True")],
+)
+def test_a_loop_runs_to_its_last_line(name: str, last: str) -> None:
+    """As often as the package changes, without the time that learning takes."""
+    program = f"import runpy; runpy.run_path({str(ROOT / 'examples' / name)!r}, run_name='__main__')"
+    with forked(program, "--steps", 2, "--blocks", 1) as process:
+        assert last in process.stdout.read()
+        assert process.wait(60) == 0
 
 
 @pytest.mark.thorough
