@@ -15,7 +15,7 @@ from rayzero.convert.conversion import export_full
 from tests.support.waiting import until
 
 from .hosts import hosts, why_no_hosts
-from .trainings import LONG_S, MODEL_BYTES, PYTHON, STEPS, start_ray, train
+from .trainings import LONG_S, MODEL_BYTES, PYTHON, start_ray, train
 
 pytestmark = [
     pytest.mark.thorough,
@@ -28,7 +28,7 @@ pytestmark = [
 def test_a_host_outside_of_the_cluster_follows_a_run_on_one_node(tmp_path: Path) -> None:
     with hosts(2) as (a, b):
         address = start_ray(a, cpus=4)
-        training = train(a, tmp_path, address, "run.network=10.77.0.0/24", "run.checkpoint_every=5")
+        training = train(a, tmp_path, address, "run.network=10.77.0.0/24", "run.checkpoint_every=1")
         training.until(5)
         rank_0 = training.members(a)["rank 0"]
         a.kill(rank_0, signal.SIGSTOP)  # so that the run does not end before a process has imported torch
@@ -42,12 +42,11 @@ def test_a_host_outside_of_the_cluster_follows_a_run_on_one_node(tmp_path: Path)
         assert follower.returncode == 0, said
         assert a.sent_to(b) > MODEL_BYTES
     read = noted(tmp_path / "read")
-    assert len(read) > 10, said
     compared = 0
-    for step in range(5, STEPS + 1, 5):
+    for step in read:  # a busy machine's follower skips versions, and training waits for none of them
         checkpoint = training.folder / "checkpoints" / f"step-{step:06d}"
-        if step in read and checkpoint.exists():
+        if checkpoint.exists():
             weights = load_file(export_full(checkpoint, tmp_path / f"export-{step}", dtype=torch.float32))
             assert read[step] == {digest(weights.items())}, step
             compared += 1
-    assert compared > 1
+    assert compared > 1, said
