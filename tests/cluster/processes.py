@@ -18,6 +18,7 @@ import psutil
 
 from rayzero.cluster.files.run_record import read_record
 from rayzero.slabs.sweep import list_slabs
+from tests.support.leftovers import lives
 
 SCRIPT = Path(__file__).with_name("script_run.py")
 _started: list[subprocess.Popen[str]] = []  # by the present test
@@ -74,20 +75,11 @@ def everyone_of(pid: int) -> list[psutil.Process]:
 
 
 def still_there(processes: Iterable[psutil.Process], timeout_s: float) -> list[str]:
-    """Those that have not ended after a while, by command line.
-
-    A killed process takes a moment to end, and is a zombie until its parent has asked how."""
+    """Those that have not ended after a while, by command line."""
     alive, until = list(processes), time.monotonic() + timeout_s
-    while (alive := [process for process in alive if _lives(process)]) and time.monotonic() < until:
+    while (alive := [process for process in alive if lives(process)]) and time.monotonic() < until:
         time.sleep(0.02)
     return [" ".join(process.cmdline()) for process in alive]
-
-
-def _lives(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def listens(address: str) -> bool:

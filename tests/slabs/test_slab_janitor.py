@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from rayzero.slabs.sweep import SlabJanitor, clear_up, held_in, main, sweep
+from tests.support.leftovers import lives
 from tests.support.waiting import until
 
 from .test_hold import leave, made
@@ -66,10 +67,10 @@ def start(makers: list[subprocess.Popen[str]], *arguments: object) -> tuple[psut
 
 
 def ended(process: psutil.Process) -> bool:
-    """Whether it ends soon. Who has started it may still have to ask how."""
+    """Whether it ends soon."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
-        if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
+        if not lives(process):
             return True
         time.sleep(0.02)
     return False

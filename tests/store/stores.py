@@ -90,7 +90,7 @@ def connected(
 def owner_process(
     owner: int, num_owners: int = 2, share: Path | None = None, first: str = ""
 ) -> Iterator[tuple[Forked, str]]:
-    """An owner in a process of its own; its address. It is told its peers on its standard input, and says that it is
+    """An owner in a process of its own; its address. It reads its peers from its standard input, and says that it is
     connected. ``first``: a program that it runs before."""
     program = f"""
         from pathlib import Path

@@ -1,4 +1,4 @@
-"""Threads and files that a test has begun and that are still there."""
+"""Threads, files and processes that a test has begun and that are still there."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Collection
 from threading import Thread
+
+import psutil
 
 PATIENCE_S = 20.0  # a machine is busy; what is forgotten stays for ever
 FOR_GOOD = ("rayzero-grpc-loop", "_poll_wrapper")  # ours and grpc.aio's own, one each for the process
@@ -26,6 +28,14 @@ def threads_left(before: Collection[Thread], *names: str) -> list[str]:
     for thread in begun:
         thread.join(max(0.0, until - time.monotonic()))
     return [thread.name for thread in begun if thread.is_alive()]
+
+
+def lives(process: psutil.Process) -> bool:
+    """Whether a process has not ended. It is a zombie until its parent, perhaps not this process, has asked how."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def open_files() -> int:
