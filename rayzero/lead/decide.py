@@ -1,6 +1,6 @@
 """Decides what a step does, in pure functions: from reports, inputs and norm parts to a norm, a decision or an error.
-If ranks have sent what can never
-be decided, that is an error that names them. The journal keeps what was decided, and reports it as metrics."""
+If ranks have sent inputs that can never be decided, the error names these ranks. The journal keeps what was decided;
+metrics report it."""
 
 from __future__ import annotations
 
@@ -269,10 +269,10 @@ def rank_left(current: Attempt, reasons: Mapping[int, str], writers: frozenset[i
 # ---- the journal ----------------------------------------------------------------------------------------------------
 
 
-class DecisionRecord(Protocol):
+class RecordKeeper(Protocol):
     """Keeps decisions where they outlive this process."""
 
-    def record(self, record: Record) -> None:
+    def keep_record(self, record: Record) -> None:
         """Keep a record; returns once it is kept."""
         ...
 
@@ -286,26 +286,26 @@ class DecisionJournal:
 
     Knows what was decided; not how, or who acts on it. Only one thread at a time may call it."""
 
-    def __init__(self, record: DecisionRecord | None) -> None:
-        """``record``: None if decisions end with this process."""
-        self._record = record
+    def __init__(self, keeper: RecordKeeper | None) -> None:
+        """``keeper``: None if decisions end with this process."""
+        self._keeper = keeper
         self._records: dict[int, Record] = {}  # by step
         self._waiting: dict[int, list[Future[Decision]]] = {}  # by step
 
     def restore(self) -> list[Record]:
         """Take over what a former life of the lead has recorded; returns it, by step."""
-        found = [] if self._record is None else list(self._record.records())
+        found = [] if self._keeper is None else list(self._keeper.records())
         self._records = {record.decision.step: record for record in found}
         return found
 
     def write(self, record: Record) -> None:
         """The commit point: from here on the step is decided."""
-        if self._record is not None:
-            self._record.record(record)
+        if self._keeper is not None:
+            self._keeper.keep_record(record)
         self._records[record.decision.step] = record
         self._records.pop(record.decision.step - _KEPT, None)
 
-    def record(self, step: int) -> Record | None:
+    def find(self, step: int) -> Record | None:
         """What is recorded of ``step``; None if it is not decided yet or no longer kept."""
         return self._records.get(step)
 

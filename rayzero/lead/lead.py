@@ -33,7 +33,7 @@ from rayzero.lead.attempt import (
 from rayzero.lead.checkpoints import CheckpointRequest, CheckpointRequests
 from rayzero.lead.decide import (
     DecisionJournal,
-    DecisionRecord,
+    RecordKeeper,
     agreed,
     check_hyper,
     clipped_unlike,
@@ -87,12 +87,12 @@ class StepLead:
     def __init__(
         self,
         peers: Sequence[OwnerPeer],
-        record: DecisionRecord | None = None,
+        keeper: RecordKeeper | None = None,
         recorder: Recorder | None = None,
         *,
         doors: Collection[int] = (),
     ) -> None:
-        """``peers``: every owner, by index. ``record``: see ``DecisionJournal``. ``doors``: owners without shards,
+        """``peers``: every owner, by index. ``keeper``: see ``DecisionJournal``. ``doors``: owners without shards,
         which have no part in a step, and only hear of its failure."""
         self._peers = list(peers)
         self._owners = [peer for owner, peer in enumerate(peers) if owner not in doors]
@@ -103,7 +103,7 @@ class StepLead:
         self._catching_up: set[int] = set()  # owners whose successors redo what is recorded
         self._attempt = Attempt(0)
         self._next: Attempt | None = None  # reports for the next attempt, from ranks that discarded before others did
-        self._journal = DecisionJournal(record)
+        self._journal = DecisionJournal(keeper)
         self._ahead = CallsAhead()
         self._hearing = Hearing()
         self._telling: list[Future[Decision]] | None = None  # commits of the decision that is being sent to owners:
@@ -241,7 +241,7 @@ class StepLead:
     def finish(self, report: FinishReport, inputs: StepInputs | None) -> Future[Norm]:
         """A rank has pushed all that its report counts; with ``inputs`` it also commits. Done when the norm is
         known."""
-        if (known := self._journal.record(report.step)) is not None and known.counts(report):
+        if (known := self._journal.find(report.step)) is not None and known.counts(report):
             return settled(known.norm)  # asked again, after the lead's former life had decided
         if self._must_wait(report.rank, report.step):
             return self._ahead.wait(report.rank, report.step, lambda: self.finish(report, inputs))

@@ -1,1 +1,1 @@
-"""What ranks, owners and the lead say to each other: messages, a rank's store, and an owner as the lead sees it."""
+"""What ranks, owners and the lead say to each other: messages, the store as a rank sees it, which owner has what."""

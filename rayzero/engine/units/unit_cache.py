@@ -242,9 +242,9 @@ class UnitCache:
         """Evict another unit, the least needed first; False if none may go. [Note: eviction]"""
         if self._dropped and self._reap(wait=False):
             return True
-        ranks = self._ranks()
-        for unit in sorted(self._units, key=lambda unit: ranks[unit.index], reverse=True):
-            if ahead and ranks[unit.index] <= ranks[wanted.index]:
+        distances = self._distances()
+        for unit in sorted(self._units, key=lambda unit: distances[unit.index], reverse=True):
+            if ahead and distances[unit.index] <= distances[wanted.index]:
                 return False
             up = unit.state is UnitState.UNSHARDED
             if unit is not wanted and self._release(unit, ahead):
@@ -252,14 +252,14 @@ class UnitCache:
                 return True
         return self._reap(wait=True) if self._dropped else False
 
-    def _ranks(self) -> list[int]:
+    def _distances(self) -> list[int]:
         """Per unit, how far away its next use is. Out-of-date memory counts as farthest, then units that the step makes
         out of date before their next use."""
         count = len(self._units)
         soon = {unit: i for i, unit in enumerate(self.schedule.upcoming(count, wrap=self._wraps))}
         later = {unit: i for i, unit in enumerate(self.schedule.upcoming(count, wrap=True))}
 
-        def rank(unit: ParamUnit) -> int:
+        def distance(unit: ParamUnit) -> int:
             index = unit.index
             if index in self._root:
                 return -2
@@ -270,7 +270,7 @@ class UnitCache:
             lost = 3 if unit.kept is not None else 2 if index in self._trained else 1
             return lost * count + later.get(index, count)
 
-        return [rank(unit) for unit in self._units]
+        return [distance(unit) for unit in self._units]
 
     def _release(self, unit: ParamUnit, ahead: bool) -> bool:
         """Take a unit's memory if possible; returns whether some is free now."""
@@ -336,7 +336,7 @@ class UnitCache:
         """Aim at ``share`` of the budget, but at no less than the window that is in use and prefetched, so that uses do
         not begin to wait. Idle units beyond it are resharded, those with the farthest next use first."""
         target = max(int(share * self._budget), self._residency.window(self._root, 1 + self.depth))
-        for _, unit in sorted(zip(self._ranks(), self._units, strict=True), key=lambda pair: pair[0], reverse=True):
+        for _, unit in sorted(zip(self._distances(), self._units, strict=True), key=lambda pair: pair[0], reverse=True):
             if self._residency.budget.used > target:
                 self._release(unit, ahead=True)
         self._residency.shrink(target)

@@ -449,7 +449,7 @@ class SpareMemory:
         return torch.zeros(owned.shard.numel, dtype=dtype, device="cpu")
 
     def lose(self, memory: Sequence[Tensor]) -> None:
-        """What was given for it is no longer wanted, but may be read or written for a while: it is not given again."""
+        """The pushes that had this memory are dropped. A thread may still read or write it: no other push gets it."""
         self.bytes -= sum(each.nbytes for each in memory)
 
     def give_back(self, memory: Tensor) -> None:

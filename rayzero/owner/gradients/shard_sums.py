@@ -290,7 +290,7 @@ class ShardSums:
         """The pass that adds a round to the total; None: not everything that it needs is here. ``wanted``: how many
         rounds there will be."""
         index, ranks = owned.shard.index, self._step.ranks
-        needed = range(number, number + 1) if number else range(wanted)  # to begin, all: else what is there stays
+        needed = range(number, number + 1) if number else range(wanted)  # round 0 overwrites the total
         for rank, (_, count) in pushes.items():
             landing = ranks[rank].landings[index] if rank in ranks else None
             assert landing is None or isinstance(landing, RoundLanding)
@@ -329,8 +329,9 @@ class ShardSums:
         )
 
     def _passed(self, owned: OwnedShard, done: _Pass, squares: tuple[float, ...] | None) -> None:
-        """Keep what a pass has computed. ``squares``: None without. Of ranks that have begun another attempt meanwhile,
-        it may have read both; but they go back to none before that one, so it is never used."""
+        """Keep what a pass has computed. ``squares``: None if it computed none. If a rank has begun another attempt
+        meanwhile, the pass may have read a mix of both; what it made is kept under the earlier attempt, to which ranks
+        never return, so it is never used."""
         with self._step.lock:
             index, added = owned.shard.index, done.round
             if added is not None:

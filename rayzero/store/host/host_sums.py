@@ -1,8 +1,8 @@
 """Sums of a host's ranks, on their way to owners on other hosts: the ranks' gradients as their door sees them in its
 host's memory, added before they travel.
 
-See store/shm/words.py for when that happens. The door finds ranks by the files of their run and a digest of its token;
-a later life of a rank beside the memory of the earlier ones, which owners may still need."""
+store/shm/words.py says when a round is added. The door finds a rank's files by the names of its run and a digest of the
+run's token. It maps a later life of a rank in addition to earlier ones, whose memory owners may still need."""
 
 from __future__ import annotations
 
@@ -187,22 +187,23 @@ class SummedRanks:
         )
         return SettledUnit(contribution=contribution, parts=pushing)
 
-    def add(self, settled: SettledUnit, shards: Sequence[Shard], memory: Tensor) -> Tensor | None:
+    def add(self, ready: SettledUnit, shards: Sequence[Shard], memory: Tensor) -> Tensor | None:
         """Add up some shards of a unit, in rank order. ``memory``: 1D, at least the unit's elements, fp32. Returns its
         first unit.numel elements; None: a rank has given its part back, because no owner needs it any more."""
-        unit = self._plan.spec.layout.units[settled.contribution.unit]
-        gradients = [life.gradient(unit.index, part) for part, life in settled.parts]
+        unit = self._plan.spec.layout.units[ready.contribution.unit]
+        gradients = [life.gradient(unit.index, part) for part, life in ready.parts]
         there = [each for each in gradients if each is not None]
         if len(there) < len(gradients):
             return None
         values = memory[: unit.numel]
-        present = [_bits(part) for part, _ in settled.parts]
+        present = [_bits(part) for part, _ in ready.parts]
         list(self._adders.map(partial(_add, values, unit, gradients=there, present=present), shards))
         return values
 
     def _parts(self, unit: UnitLayout, number: int) -> tuple[int, list[tuple[Part, _Life]]] | None:
-        """(the newest step of which every rank's part of the first round is settled and any has a gradient, (part of
-        round ``number``, whose) of each rank). Later rounds are of the same lives as the first."""
+        """For the newest step of which every rank's part of the first round is settled, and some rank has a gradient:
+        that step, and of each rank its part of round ``number`` with the life that made it, the same as in the first
+        round. None: there is no such step, or a part is missing."""
         with self._lock:
             lives = {rank: list(each) for rank, each in self._lives.items()}
         seen = {life: (life.stamps.read(unit.index), life.reports()) for each in lives.values() for life in each}
@@ -324,8 +325,8 @@ class HostSums:
 
     def _steps(self, units: Iterable[int]) -> dict[int, int]:
         """Of those units that have a sum, the step of the newest one."""
-        settled = {unit: self.ranks.settled(unit) for unit in units}
-        return {unit: each.contribution.step for unit, each in settled.items() if each is not None}
+        newest = {unit: self.ranks.settled(unit) for unit in units}
+        return {unit: each.contribution.step for unit, each in newest.items() if each is not None}
 
     def look(self) -> None:
         """Something was announced, perhaps."""
@@ -364,16 +365,16 @@ class HostSums:
     def _rounds(self, unit: int) -> Iterator[SettledUnit]:
         """The rounds of a unit that have sums."""
         for number in count():
-            settled = self.ranks.settled(unit, number)
-            if settled is None:
+            ready = self.ranks.settled(unit, number)
+            if ready is None:
                 return
-            yield settled
+            yield ready
 
     def _work(self) -> None:
         use_torch_threads(1)
         while (unit := self._next()) is not None:
             try:
-                self._bring(unit)
+                self._send_next(unit)
             except Exception as error:  # whatever it is, it ends the run
                 self._fail(error)
                 self._end(unit)
@@ -390,16 +391,16 @@ class HostSums:
                 self._lock.wait()
         return None
 
-    def _bring(self, unit: int) -> None:
+    def _send_next(self, unit: int) -> None:
         """Send a unit's next sum to the owners that were not sent it."""
         found = self._next_sum(unit)
         if found is None:
             self._end(unit)
             return
-        settled, owners = found
-        made, layout = settled.contribution, self._units[unit]
+        ready, owners = found
+        made, layout = ready.contribution, self._units[unit]
         memory = self._take()
-        values = self.ranks.add(settled, [shard for shards in owners.values() for shard in shards], memory)
+        values = self.ranks.add(ready, [shard for shards in owners.values() for shard in shards], memory)
         self._sent |= {(owner, unit): made for owner in owners}
         with self._lock:  # its next round may be there already
             self._due[unit] = None
@@ -425,12 +426,12 @@ class HostSums:
             if not numbers:
                 return None
             number = min(numbers.values())
-            settled = self.ranks.settled(unit, number) if number else first
-            if settled is None:
+            ready = self.ranks.settled(unit, number) if number else first
+            if ready is None:
                 return None
-            if goes_on(settled.contribution, made):  # else a rank has begun another attempt in between
+            if goes_on(ready.contribution, made):  # else a rank has begun another attempt in between
                 owners = self._owners[unit].items()
-                return settled, {owner: shards for owner, shards in owners if numbers.get(owner) == number}
+                return ready, {owner: shards for owner, shards in owners if numbers.get(owner) == number}
         return None
 
     def _take(self) -> Tensor:

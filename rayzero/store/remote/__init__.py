@@ -1,1 +1,1 @@
-"""A rank's connection to owners in other processes: links to each of them, and what travels over these links."""
+"""A rank's connection to owners in other processes: the way to each of them, the handshake, calls to the lead."""

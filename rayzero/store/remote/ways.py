@@ -1,6 +1,6 @@
 """Which way leads from a rank to each owner: over gRPC, through the owner's memory, or through its host's copy. And
-how gradients go again to an owner on another host that may lack them: to the successor of one that has died, and to an
-owner of the next epoch."""
+how a rank repeats pushes that an owner on another host may lack: the successor of one that has died, or an owner of the
+next epoch."""
 
 from __future__ import annotations
 

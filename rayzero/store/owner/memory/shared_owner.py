@@ -205,8 +205,8 @@ class SharedOwner:
         service.on_publish(self._publish)
         service.on_write(lambda shard, begins: self._totals.note_write(shard, begins=begins))
 
-    def record(self, record: Record) -> None:
-        """On the lead: record a decision where it outlives this process."""
+    def keep_record(self, record: Record) -> None:
+        """On the lead: keep a record of a decision where it outlives this process."""
         write_record(self._own_control(), record)
 
     def records(self) -> list[Record]:
