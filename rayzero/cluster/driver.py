@@ -282,7 +282,7 @@ def drive(request: RunRequest, journal: Journal) -> None:
             request.on_phase(str(start))
         scaling, owned = request.scaling, start.ownership
         scaling = scaling if owned is None else _of(scaling, owned.num_optimizers)
-        lost = _attempt(replace(request, scaling=scaling), journal)
+        lost = _run_once(replace(request, scaling=scaling), journal)
         while lost is not None:
             lost = _again(request, journal, lost)
 
@@ -299,7 +299,7 @@ def _again(request: RunRequest, journal: Journal, lost: RunFailedError) -> RunFa
         _prepare_again(request, journal, lost)
         scaling = _of(request.scaling, journal.num_optimizers or request.scaling.num_optimizers)
         scaling = _places_left(scaling, request.zero.placement)
-        return _attempt(replace(request, scaling=scaling), journal)
+        return _run_once(replace(request, scaling=scaling), journal)
     except (RayZeroError, OSError) as failed:
         if journal.state is not RunState.STARTING:
             raise
@@ -331,7 +331,7 @@ def _places_left(scaling: ScalingConfig, placement: Placement) -> ScalingConfig:
     return scaling
 
 
-def _attempt(request: RunRequest, journal: Journal) -> RunFailedError | None:
+def _run_once(request: RunRequest, journal: Journal) -> RunFailedError | None:
     """Start the run and follow it. Returns None at its good end, and what ended it if it may start again."""
     scaling, run = request.scaling, request.run.name
     plan = plan_resources(scaling, alive_nodes(), request.zero.placement)
@@ -370,7 +370,7 @@ def _attempt(request: RunRequest, journal: Journal) -> RunFailedError | None:
 
 
 def _loggers(request: RunRequest, journal: Journal) -> Loggers:
-    """This attempt's. They begin anew where the run does: not if it starts again by itself."""
+    """Of this start of the run. They begin anew where the run does: not if it starts again by itself."""
     anew = request.directory.rows_until < 0 and not journal.restarts
     path = request.directory.path
     journal.loggers = Loggers(request.run.report_to, request.run.name, path, request.settings, anew)
