@@ -396,8 +396,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.load_state_dict(whole)
 
     def forms(self) -> list[StateForms]:
-        """What its class keeps with the options of each group."""
-        return [StateForms(self.make, options) for options in self.hyper()]
+        """What its class keeps for each group. A state stays when the option that made it is switched off."""
+        return [StateForms(self.make, options) for options in self._kept_as]
 
     def _by_param(self, given: Mapping[str, Any]) -> dict[int, State]:
         """The states in a state dict, by id of our Parameter. Torch refuses groups of other sizes later."""
