@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rayzero.errors import ConfigError
 from rayzero.files import to_json
 from rayzero.quantities import count, format_bytes
 
@@ -215,7 +216,10 @@ def dead_run_lines(slabs: Sequence[FoundSlab]) -> list[str]:
 
 
 def swept(directory: Path) -> list[str]:
-    """Remove the slabs of dead processes; returns a line for each, and their sum."""
+    """Remove the slabs of dead processes; returns a line for each, and their sum. Raises ConfigError if
+    ``directory`` is none."""
+    if not directory.is_dir():
+        raise ConfigError(f"--slab-dir is {str(directory)!r}, which is not a directory here: name the runs'")
     from rayzero.slabs.sweep import end_hold, held_in, list_slabs, sweep
 
     runs = dead_run_lines(list_slabs(directory))

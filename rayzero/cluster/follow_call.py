@@ -50,6 +50,10 @@ def follow(
     By its name, a run that starts later is waited for, and a warning says so. Raises ConfigError if there is no such
     folder or config, or the folder's run has not started or has ended; UnsupportedError, also later, if its optimizers
     cannot be reached from here."""
+    if not isinstance(run, str | PathLike):
+        raise ConfigError(f"run is {run!r} but must be a run's folder or its name")
+    if type(model) is not int or model < 0:
+        raise ConfigError(f"model is {model!r} but must be 0 for the first that the run prepares, 1 for the next, ...")
     folder = Path(run)
     named, strict = None if config is None else Path(config), config is not None
     if (folder / RECORD).is_file():

@@ -28,7 +28,7 @@ from rayzero.records import fault_of
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 Flag = Annotated[bool, Strict()]
-Count = Annotated[int, Strict(), Field(gt=0)]
+Count = Annotated[int, Strict(), Field(gt=0, le=10**9)]  # tensors and schedules cannot be that large
 Natural = Annotated[int, Strict(), Field(ge=0, le=10**9)]  # what Ray counts, and the kernel sleeps, has an end
 Processes = Annotated[int, Strict(), Field(gt=0, le=1 << 14)]  # Ray itself is tested with 40,000 actors
 Spares = Annotated[int, Strict(), Field(ge=0, le=8)]
@@ -36,14 +36,14 @@ Size = Annotated[
     int,
     BeforeValidator(parse_bytes),
     Strict(),
-    Field(gt=0),
+    Field(gt=0, le=1 << 62),
     Unit("bytes"),
     Takes("int | str"),
     WithJsonSchema(
         {"anyOf": [{"type": "integer", "exclusiveMinimum": 0}, {"type": "string", "pattern": BYTE_TEXT.pattern}]}
     ),
 ]
-Mebibytes = Annotated[Count, Unit("MiB")]
+Mebibytes = Annotated[int, Strict(), Field(gt=0, le=1 << 42), Unit("MiB")]
 Share = Annotated[float, Strict(), Field(ge=0, le=1), Unit("0 to 1")]
 Positive = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)]
 Seconds = Annotated[float, Strict(), Field(gt=0, le=10**9, allow_inf_nan=False), Unit("seconds")]  # a lock's has an end

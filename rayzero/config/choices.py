@@ -122,7 +122,9 @@ def named_loggers(value: object) -> object:
         return ()
     if names in (("all",), ["all"]):
         return tuple(name for name in _NAMES if _is_there(name))
-    return tuple(dict.fromkeys(names)) if isinstance(names, list | tuple) else names
+    if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names):
+        return tuple(dict.fromkeys(names))
+    return names
 
 
 def require_loggers(names: tuple[LoggerName, ...]) -> None:

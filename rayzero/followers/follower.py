@@ -119,6 +119,7 @@ class Follower:
     def wait(self, version: int | None = None, *, timeout_s: float = WAIT_S) -> int:
         """Wait until ``version`` or a later one is published; None: one that is newer than what was read last. Returns
         the newest. Raises StallError if none comes in time, StoreClosedError if the run ended without one."""
+        _require(version, timeout_s)
         began = time.monotonic()
         while True:
             with self._lock:
@@ -135,6 +136,7 @@ class Follower:
         dtype of training. None: the newest. A version that is not published yet is waited for.
 
         Raises VersionGoneError if newer ones have overwritten it, else as ``wait``."""
+        _require(version, timeout_s)
         began = time.monotonic()
         while True:
             with self._lock:
@@ -148,6 +150,7 @@ class Follower:
         training, under those names or published ones; buffers stay as they are.
 
         Raises ConfigError that names what differs, before anything is copied, else as ``read``."""
+        _require(version, timeout_s)
         began = time.monotonic()
         while True:
             with self._lock:  # so that no other thread makes this one lose the version
@@ -259,6 +262,14 @@ class Follower:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+def _require(version: object, timeout_s: object) -> None:
+    """Raise ConfigError unless ``version`` can be one, and ``timeout_s`` a time to wait."""
+    if version is not None and (type(version) is not int or version < 0):
+        raise ConfigError(f"version is {version!r} but must be a whole number of steps, 0 or more, or None")
+    if type(timeout_s) not in (int, float) or not timeout_s >= 0:  # type: ignore[operator]
+        raise ConfigError(f"timeout_s is {timeout_s!r} but must be a number of seconds, 0 or more")
 
 
 def _names_of(layout: ModelLayout, config: Path | None, strict: bool) -> Names:

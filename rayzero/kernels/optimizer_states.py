@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rayzero.errors import StoreError
-from rayzero.kernels.optimizer_class import OptimizerMaker, State, on_cpu, options_of, step_alone
+from rayzero.kernels.optimizer_class import OptimizerMaker, State, on_cpu, options_of, set_options, step_alone
 from rayzero.layout.model_layout import aligned
 from rayzero.modes import outside_modes
 from rayzero.protocol.messages import STEP, Hyper
@@ -263,8 +263,10 @@ class StateForms:
     Knows the class and its options; not values. A step on the ``meta`` device says it without memory or time, if it
     says of ``_PROBES`` what real steps do; else a parameter of the shape is stepped once."""
 
-    def __init__(self, make: OptimizerMaker, options: Hyper) -> None:
+    def __init__(self, make: OptimizerMaker, options: Hyper, *, made_with: Hyper | None = None) -> None:
+        """``made_with``: the options that an instance is made with, before ``options`` are set; None: the same."""
         self.make, self._options = make, on_cpu(options)
+        self._made_with = self._options if made_with is None else on_cpu(made_with)
         self._known: dict[tuple[tuple[int, ...], bool], State] = {}
 
     def of(self, shape: Sequence[int], *, stepped: bool = True) -> State:
@@ -305,7 +307,9 @@ class StateForms:
         param = Parameter(torch.zeros(shape, dtype=torch.float32, device=device))
         numbers = _MetaNumbers() if device == "meta" else nullcontext()  # type: ignore[no-untyped-call]
         with torch.random.fork_rng(devices=[]), numbers:
-            optimizer = self.make.build([self._options], [[param]])
+            optimizer = self.make.build([self._made_with], [[param]])
+            if self._made_with is not self._options:
+                set_options(optimizer, [self._options])
             return stepped_once(optimizer) if stepped else dict(optimizer.state.get(param, {}))
 
 

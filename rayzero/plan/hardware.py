@@ -74,7 +74,8 @@ def measure_here(dtype: torch.dtype, working_set: int, slab_dir: Path, on_gpu: b
 
 def _room_in(slab_dir: Path) -> int:
     try:
-        return shutil.disk_usage(slab_dir).free
+        with os.scandir(slab_dir):  # disk_usage takes a file, too
+            return shutil.disk_usage(slab_dir).free
     except OSError as error:
         raise ConfigError(
             f"zero.slab_dir is {str(slab_dir)!r}: {error.strerror}; name a folder in memory, such as /dev/shm"

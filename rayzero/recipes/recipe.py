@@ -84,13 +84,13 @@ class RecipeConfig(ConfigModel):
     """Start from these weights: a safetensors file, a Hugging Face directory, or a checkpoint of RayZero, torch DCP or
     DeepSpeed; null: random ones from ``seed``."""
 
-    num_layers: Count = 4
+    num_layers: Annotated[Count, Field(le=10_000)] = 4
     """Blocks of the "gpt" model."""
 
     num_heads: Count = 4
     """Attention heads of the "gpt" model."""
 
-    dim: Count = 256
+    dim: Annotated[Count, Field(le=1 << 20)] = 256
     """Width of the "gpt" model."""
 
     tie_embeddings: Flag = False

@@ -30,6 +30,7 @@ from rayzero.cli.doctor import (
     step_over_grpc,
     versions,
 )
+from rayzero.errors import ConfigError
 from rayzero.slabs.header import SlabFacts, lay_out_slab
 from rayzero.slabs.slab import Slab
 
@@ -129,6 +130,12 @@ def test_slabs_are_listed_with_their_run_and_whether_their_maker_lives(tmp_path:
     assert "grads 2 of run gone, pid " in dead
     assert dead.endswith("DEAD")
     assert alive == f"{living.path}: 1.004 MiB, params 0 of run here, pid {os.getpid()}, in use"
+
+
+def test_sweep_names_a_directory_that_is_none(tmp_path: Path):
+    done = CliRunner().invoke(app, ["doctor", "--sweep", "--slab-dir", str(tmp_path / "none")])
+    assert isinstance(done.exception, ConfigError)
+    assert str(done.exception) == f"--slab-dir is '{tmp_path}/none', which is not a directory here: name the runs'"
 
 
 def test_sweep_removes_what_dead_processes_left_and_nothing_else(tmp_path: Path, living: Slab):

@@ -88,10 +88,15 @@ def test_a_coordinator_is_measured_before_torch_which_it_does_not_import(command
     assert subprocess.run(ran, capture_output=True, text=True, timeout=60).stdout == "False\n"
 
 
-def test_a_slab_dir_that_is_not_there_is_refused_in_one_line(rayzero: Callable[..., Ended]) -> None:
-    done = rayzero("zero.slab_dir=/nowhere")
+@pytest.mark.parametrize(
+    ("slab_dir", "why"), [("/nowhere", "No such file or directory"), ("/dev/null", "Not a directory")]
+)
+def test_a_slab_dir_that_is_not_there_is_refused_in_one_line(
+    rayzero: Callable[..., Ended], slab_dir: str, why: str
+) -> None:
+    done = rayzero(f"zero.slab_dir={slab_dir}")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert "zero.slab_dir is '/nowhere': No such file or directory; name a folder in memory" in done.stderr
+    assert f"zero.slab_dir is {slab_dir!r}: {why}; name a folder in memory" in done.stderr
 
 
 def planned(*arguments: str) -> str:

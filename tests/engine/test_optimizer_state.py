@@ -6,6 +6,7 @@ import copy
 import io
 from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 import rayzero
 from rayzero import ZeroConfig
 from rayzero.engine.context import RankContext
+from rayzero.engine.full_values import load_checkpoint
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.testing import run_ranks
 
@@ -229,6 +231,50 @@ def test_an_option_that_makes_new_states_is_refused_by_the_step_that_has_it(
     optimizer.zero_grad()
     plain_train(plain, reference, range(2), 1)
     assert relative_difference(rayzero.full_state_dict(model), plain.state_dict()) <= 1e-5
+
+
+SWITCHED: dict[str, tuple[Make, dict[str, Any]]] = {
+    "SGD": (OPTIMIZERS["SGD, momentum"], {"momentum": 0}),  # the constructor refuses it: nesterov=True needs momentum
+    "RMSprop": (OPTIMIZERS["RMSprop"], {"momentum": 0, "centered": False}),
+    "Adam": (partial(torch.optim.Adam, lr=1e-3, amsgrad=True, fused=True), {"amsgrad": False}),
+}
+
+
+@pytest.mark.parametrize("name", SWITCHED)
+def test_states_stay_when_the_option_that_made_them_is_switched_off(
+    name: str, alone: RankContext, tmp_path: Path
+) -> None:
+    """As in torch: they are saved, loaded, and gone on with where it is switched on again."""
+    (make, off), base = SWITCHED[name], seeded(Net)
+    plain = copy.deepcopy(base)
+    reference = make(plain.parameters())
+    model, optimizer = prepared_copy(base, make, ZeroConfig(kernel="torch"))
+    on = {option: optimizer.param_groups[0][option] for option in off}
+    for of, its, fit_ in ((plain, reference, plain_train), (model, optimizer, train)):
+        steps = (1,) if of is plain else ()
+        fit_(of, its, range(1), *steps)
+        its.param_groups[0].update(off)
+        fit_(of, its, range(1, 2), *steps)
+        its.load_state_dict(saved_and_loaded(its.state_dict()))
+        if of is model:
+            rayzero.save_checkpoint(optimizer, tmp_path / "off")
+            load_checkpoint(optimizer, tmp_path / "off")
+        its.param_groups[0].update(on)
+        fit_(of, its, range(2, 4), *steps)
+    assert same_bits(rayzero.full_state_dict(model), plain.state_dict())
+
+
+def test_an_option_with_which_a_class_cannot_step_is_refused_by_name(alone: RankContext) -> None:
+    plain = seeded(Net)
+    model, optimizer = prepared_copy(plain, torch.optim.SGD, lr=0.1)
+    token_loss(model, tokens(0)).backward()
+    optimizer.param_groups[0]["lr"] = None
+    with pytest.raises(ConfigError, match=r"group 0 has lr=None \(was 0.1\) .* SGD cannot step: TypeError"):
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.1
+    optimizer.step()
+    plain_train(plain, torch.optim.SGD(plain.parameters(), lr=0.1), range(1), 1)
+    assert same_bits(rayzero.full_state_dict(model), plain.state_dict())
 
 
 def test_groups_that_cannot_be_added_are_refused_by_name_and_leave_no_trace(alone: RankContext) -> None:

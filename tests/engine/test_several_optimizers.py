@@ -19,7 +19,7 @@ from rayzero.convert.conversion import convert
 from rayzero.engine.context import RankContext, running_in
 from rayzero.engine.full_values import load_checkpoint
 from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
-from rayzero.errors import CheckpointError, ConfigError, UnsupportedError
+from rayzero.errors import CheckpointError, ConfigError, GradientAccessError, UnsupportedError
 from rayzero.store.rank.rank_store import RankStore
 from rayzero.telemetry.names import MATRIX_PRODUCT_SECONDS, MATRIX_PRODUCTS
 from rayzero.testing import Transport, run_ranks
@@ -325,6 +325,35 @@ def test_two_of_three_may_be_of_one_class(alone: RankContext) -> None:
     assert [len(each.param_groups) for each in given] == [1, 1, 1]
     sizes = [len(each.state_dict()["state"]) for each in given]
     assert sizes == [len(each.param_groups[0]["params"]) for each in given]
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("make", [muon_and_adamw, lambda model: [torch.optim.SGD(model.parameters(), momentum=0.9)]])
+def test_each_of_those_given_drops_its_gradients(make: Any, set_to_none: bool, alone: RankContext) -> None:
+    """Between two steps, as loops over plain ones do; and refused by name where a step's gradients have gone."""
+    model, optimizer, given = prepared(make)
+    theirs = copy.deepcopy(BASE)
+    fresh = make(theirs)
+    for of, steps, dropping in ((model, [optimizer], given), (theirs, fresh, fresh)):
+        for step in range(3):
+            for each in dropping:
+                each.zero_grad(set_to_none=set_to_none)
+            token_loss(of, tokens(step)).backward()
+            for each in steps:
+                each.step()
+    assert same_bits(rayzero.full_state_dict(model), theirs.state_dict())
+    optimizer.zero_grad()
+    token_loss(model, tokens(3)).backward()
+    if len(given) == 1:
+        given[0].zero_grad()
+    else:
+        with pytest.raises(
+            GradientAccessError, match=r"zero_grad\(\) was called on a part of the model, .* has already"
+        ):
+            given[0].zero_grad()
+        optimizer.zero_grad()
+    optimizer.step()
+    assert same_bits(rayzero.full_state_dict(model), theirs.state_dict())
 
 
 # ---- groups and states

@@ -6,10 +6,12 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import rayzero
 from rayzero.config import ZeroConfig
@@ -81,3 +83,20 @@ def test_a_folder_without_a_run_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path.parent)  # in one word it could be a run's name, too
     with pytest.raises(ConfigError, match=re.escape(f"{tmp_path.name} holds no run, because it has no run.json")):
         rayzero.follow(tmp_path.name)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: rayzero.follow(3), "run is 3 but must be a run's folder or its name"),
+        (lambda: rayzero.follow("nobody", model=-1), "model is -1 but must be 0 for the first"),
+        (lambda: rayzero.follow("nobody").read(-1), "version is -1 but must be a whole number of steps, 0 or more"),
+        (lambda: rayzero.follow("nobody").wait("1"), "version is '1' but must be a whole number of steps"),
+        (lambda: rayzero.follow("nobody").wait(1, timeout_s=float("nan")), "timeout_s is nan but must be a number of"),
+        (lambda: rayzero.follow("nobody").into(torch.nn.Linear(1, 1), timeout_s=-1), "timeout_s is -1 but must be"),
+    ],
+)
+def test_what_is_no_run_version_or_time_is_refused_by_name(call: Callable[[], object], words: str) -> None:
+    """A wait of nan seconds would have no end."""
+    with pytest.raises(ConfigError, match=words):
+        call()

@@ -46,6 +46,11 @@ def test_overrides_reach_every_group(tmp_path):
         ("zero.max_grad_norm=0.5", "clip is 1.0 and zero.max_grad_norm is 0.5; set one of them"),
         ("betas=[0.9, 1.0]", "betas"),
         ("gradient_accumulation_steps=0", "gradient_accumulation_steps is 0"),
+        ("run.report_to=[[csv]]", r"report_to is \['csv'\] but must be 'tensorboard', 'wandb'"),
+        ("num_layers=10001", "num_layers is 10001 but must be less than or equal to 10000"),
+        ("dim=2097152", "dim is 2097152 but must be less than or equal to 1048576"),
+        ("batch_size=1000000001", "batch_size is 1000000001 but must be less than or equal to 1000000000"),
+        ("max_data_bytes=9000000TiB", "max_data_bytes is '9000000TiB' but must be less than"),
     ],
 )  # fmt: skip
 def test_a_wrong_setting_is_one_line_that_names_it(override, message):

@@ -105,6 +105,7 @@ def test_reading_stops_at_max_bytes(tmp_path):
     text = load(tmp_path, max_bytes=70)
     assert (text.size_bytes, text.num_files) == (70, 2)
     assert bytes(text.train) + bytes(text.validation) == b"A" * 60 + b"B" * 10
+    assert load(tmp_path, max_bytes=1 << 62).size_bytes == 110, "and takes no memory for more than there is"
 
 
 def test_a_batch_is_windows_of_the_text_and_what_follows_them():

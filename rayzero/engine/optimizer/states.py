@@ -143,10 +143,19 @@ def switched(then: Hyper, now: Hyper) -> list[str]:
 
 def refuse_new_states(make: OptimizerMaker, group: int, then: Hyper, now: Hyper) -> None:
     """Raise UnsupportedError if the class keeps with options ``now`` what it did not with those at prepare (``then``):
-    the owners have no memory for it."""
-    kept = [leaves(StateForms(make, options).of(_ANY_SHAPE)).keys() for options in (then, now)]
-    if new := sorted(kept[1] - kept[0]):
-        changed = ", ".join(f"{name}={now[name]!r} (was {then.get(name)!r})" for name in switched(then, now))
+    the owners have no memory for it. Raises ConfigError if it cannot step with them.
+
+    Constructors are stricter than steps, so ``now`` is set in an instance that was made with ``then``, as owners do."""
+    changed = ", ".join(f"{name}={now[name]!r} (was {then.get(name)!r})" for name in switched(then, now))
+    kept = leaves(StateForms(make, then).of(_ANY_SHAPE)).keys()
+    try:
+        keeps = leaves(StateForms(make, now, made_with=then).of(_ANY_SHAPE)).keys()
+    except Exception as error:  # a foreign class may raise anything
+        raise ConfigError(
+            f"parameter group {group} has {changed} since rayzero.prepare(), with which {make.cls.__name__} cannot "
+            f"step: {type(error).__name__}: {error}"
+        ) from error
+    if new := sorted(keeps - kept):
         raise UnsupportedError(
             f"parameter group {group} has {changed} since rayzero.prepare(), with which the optimizer keeps "
             f"{', '.join(new)}: owners have no memory for that; set it before prepare()"

@@ -109,6 +109,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 setattr(plain if plain is not optimizer else self, hooks, getattr(optimizer, hooks))
             plain.step = _refusing(plain, "step", "update the parameters")  # type: ignore[method-assign]
             plain.load_state_dict = _refusing(plain, "load_state_dict", "keep the states")  # type: ignore[method-assign]
+            plain.zero_grad = partial(self._zero_grad_of, plain)  # type: ignore[method-assign]
             plain.state = self._owned  # type: ignore[assignment]
         if isinstance(optimizer, Optimizers):
             for at, part in enumerate(self._parts):
@@ -227,6 +228,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         set_to_none: False: as in torch, a parameter that had a gradient has a zero one until it gets another, so its
             moments and weights still decay."""
         self.engine.discard(set_to_none=set_to_none)
+
+    def _zero_grad_of(self, plain: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+        """``zero_grad()`` of an optimizer that was given. See ``Engine.zero_grad``."""
+        params = [param for group in plain.param_groups for param in group["params"]]
+        self.engine.zero_grad(params, set_to_none=set_to_none)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the step's global gradient norm to ``max_norm``; call it after the last backward of the step.
@@ -396,8 +402,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.load_state_dict(whole)
 
     def forms(self) -> list[StateForms]:
-        """What its class keeps with the options of each group."""
-        return [StateForms(self.make, options) for options in self.hyper()]
+        """What its class keeps for each group. A state stays when the option that made it is switched off."""
+        return [StateForms(self.make, options) for options in self._kept_as]
 
     def _by_param(self, given: Mapping[str, Any]) -> dict[int, State]:
         """The states in a state dict, by id of our Parameter. Torch refuses groups of other sizes later."""

@@ -289,7 +289,8 @@ def _read(files: Sequence[Path], max_bytes: int | None) -> list[bytes]:
     for path in files:
         try:
             with path.open("rb") as file:
-                text = file.read() if left is None else file.read(left)
+                size = os.fstat(file.fileno()).st_size  # read(n) takes memory for n bytes, whatever the file has
+                text = file.read(size if left is None else min(left, size))
         except OSError as exc:
             raise DataError(f"data: cannot read {path}: {exc.strerror}") from exc
         texts.append(text)
