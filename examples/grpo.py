@@ -67,9 +67,12 @@ class Server:
     """vLLM's server, kept alive by a thread of the script: outside of the run, whose processes end with it."""
 
     def __init__(self, python: Path, model: Path, log: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        # Bound until the script ends, so that the kernel gives nobody else the port while no server runs. With this
+        # option, which vLLM sets too, one that does not listen does not hinder one that does.
+        self._reserved = socket.socket()
+        self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._reserved.bind(("127.0.0.1", 0))
+        self.port = self._reserved.getsockname()[1]
         options = "--tokens-only --skip-tokenizer-init --enforce-eager --no-enable-prefix-caching --host 127.0.0.1"
         sizes = f"--dtype float32 --max-model-len 16 --max-num-seqs {PROMPTS * GROUP} --port {self.port}"
         transfer = ["--generation-config", "vllm", "--weight-transfer-config", '{"backend": "rayzero"}']
@@ -89,6 +92,9 @@ class Server:
                 print(f"vLLM starts as process {server.pid}", flush=True)
                 while server.poll() is None and not self._over.wait(0.2):
                     pass
+                if server.returncode is not None:
+                    last = "\n".join(self._log.read_text().splitlines()[-20:])
+                    print(f"vLLM's process {server.pid} has ended: {server.returncode}. Its log:\n{last}", flush=True)
                 for how in (signal.SIGTERM, signal.SIGKILL):  # its workers, too, which remove their shared memory
                     with suppress(ProcessLookupError):
                         os.killpg(server.pid, how)
@@ -100,6 +106,7 @@ class Server:
     def close(self) -> None:
         self._over.set()
         self._thread.join()
+        self._reserved.close()
 
 
 class Engine:

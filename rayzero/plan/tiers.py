@@ -58,12 +58,17 @@ class DeviceBytes:
 
     parameters: int  # the most that is gathered at any time
     buffers: int
-    leaving: int  # on a GPU: gradients gathered for their copies to host memory
+    leaving: int  # gradients that wait for their copies to the host's memory for gradients, on a GPU gathered for them
     sums: int  # offload_grads=False: gradients summed in fp32
     states: int  # offload_fraction < 1: its part of masters and optimizer states
     forward: int  # more than those, at the forward's peak
     backward: int
     products: int = 0  # matrix_updates="rank": one shard's, beside the forward
+
+    @property
+    def waiting(self) -> int:
+        """Of the peak: what is there only where copies are slower than the backward."""
+        return self.peak - replace(self, leaving=0).peak
 
     @property
     def resting(self) -> int:
@@ -107,6 +112,7 @@ class HostBytes:
     compute: int  # of its ranks, where they compute on CPUs: buffers, activations, gradients
     programs: int  # of its processes, without the run's data
     coordinator: bool  # whether the run's coordinator is here
+    waiting: int = 0  # of ``compute``: gradients, where copies are slower than the backward
     kept: int = 0  # its ranks' gradients for owners on other hosts, whose successors would need them
     beside: int = 0  # owners beside its ranks (offload_fraction < 1); owner_bytes includes their bytes here
     doors: int = 0  # 1: an optimizer actor without shards, for its ranks, which have no other owner
@@ -322,7 +328,7 @@ def _device_bytes(
     return DeviceBytes(
         parameters=_gathered(sizes, zero.gpu_param_memory_budget),
         buffers=work.buffer_bytes,
-        leaving=_leaving(layout) if hosts.on_gpu else 0,
+        leaving=_leaving(layout) if hosts.on_gpu or zero.offload_grads else 0,
         sums=0 if zero.offload_grads else trained * FP32,
         states=states,
         forward=work.forward_peak_bytes,
@@ -393,6 +399,7 @@ def _host_bytes(
         # fetches for a device, products of two shards
         activations=num_ranks * work.offloaded_host_bytes,
         compute=num_ranks * compute,
+        waiting=0 if hosts.on_gpu else num_ranks * device.waiting,
         beside=len(own) - actors,
         doors=doors,
         copied=copied,

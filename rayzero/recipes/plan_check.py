@@ -143,13 +143,15 @@ class Comparison:
     planned: float
     measured: float | None  # None: not measured
     least: float = 0.0  # below this, most of the value is what plans leave out
+    waiting: float = 0.0  # of ``planned``: what a run needs or does not need, as its copies are slow or fast
 
     @property
     def ratio(self) -> float | None:
-        """Measured over planned; None if either is missing or too small to compare."""
+        """Measured over planned, with as much of ``waiting`` as comes nearest; None if either is missing or too small
+        to compare."""
         if self.measured is None or not self.planned or self.is_small:
             return None
-        return self.measured / self.planned
+        return self.measured / min(max(self.measured, self.planned - self.waiting), self.planned)
 
     @property
     def is_small(self) -> bool:
@@ -195,9 +197,12 @@ def _in_bytes(
     measured: float | None,
     kind: Literal["planned", "at most"] = "planned",
     of_any_size: bool = False,
+    waiting: float = 0.0,
 ) -> Comparison:
     least = 0 if of_any_size else _LEAST_BYTES
-    return Comparison(what=what, unit="bytes", kind=kind, planned=planned, measured=measured, least=least)
+    return Comparison(
+        what=what, unit="bytes", kind=kind, planned=planned, measured=measured, least=least, waiting=waiting
+    )
 
 
 def _of_rank(plan: RunBytes, rank: Scraped) -> Iterator[Comparison]:
@@ -206,7 +211,8 @@ def _of_rank(plan: RunBytes, rank: Scraped) -> Iterator[Comparison]:
     yield _in_bytes(f"{who} gathered parameters", device.parameters, gathered, "at most", of_any_size=True)
     if _now(rank, names.HEAP_BYTES, kind="peak") is not None:  # it computes on a CPU, and has sampled its peak
         host = max(plan.hosts, key=lambda one: one.ranks)
-        yield _in_bytes(f"{who} computing", host.of_ranks / host.ranks, _heap(rank))
+        waiting = host.waiting / host.ranks
+        yield _in_bytes(f"{who} computing", host.of_ranks / host.ranks, _heap(rank), waiting=waiting)
     peak = _now(rank, names.GPU_MEMORY_BYTES, kind="peak_active")
     if peak is not None:  # it computes on a GPU
         yield _in_bytes(f"{who} device peak", device.peak, peak, of_any_size=True)
@@ -239,7 +245,7 @@ def _of_host(plan: RunBytes, processes: Sequence[Scraped], everyone: Sequence[Sc
     used = sum(_higher(one) - _unused(one) for one in processes)
     everybody = len(known) == len(grown)
     beyond = sum(known) + used if everybody else None
-    yield _in_bytes("host memory beyond the programs", steady - host.programs, beyond)
+    yield _in_bytes("host memory beyond the programs", steady - host.programs, beyond, waiting=host.waiting)
     whole = [_pss(one) for one in everyone]
     total = None if None in whole else sum(size or 0.0 for size in whole) + used
     yield _in_bytes("host memory", steady, total, "at most")  # programs that a fork server has forked share imports

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import re
 import runpy
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from forked import forked
+
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(600)
 ROOT = Path(__file__).parents[2]
@@ -76,6 +79,32 @@ def test_lora_trains_adapters_on_a_frozen_bf16_base() -> None:
 def test_ray_train_learns_and_keeps_the_checkpoint_of_its_workers() -> None:
     said = run("ray_train.py", "--steps", "40", "--fits", "1")  # the next one: tests/integrations/test_ray_train.py
     assert re.search(r"^step  40  loss [01]\.\d+  checkpoint checkpoint_", said, re.M), "it begins with 4"
+
+
+def test_the_port_of_grpos_server_stays_its_own_while_none_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A program that was given it meanwhile would end each new vLLM at its start."""
+    server = runpy.run_path(str(ROOT / "examples/grpo.py"))["Server"]
+    said = ""
+
+    def ended() -> bool:
+        nonlocal said
+        said += capsys.readouterr().out
+        return said.count("has ended: 1. Its log:") > 1 and "No module named 'vllm'" in said
+
+    kept = server(Path(sys.executable), tmp_path / "model", tmp_path / "vllm.log")  # which has no vLLM
+    try:
+        until(ended, 60.0, "an end that is named, with its cause, and another start")
+        with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
+            other.bind(("127.0.0.1", kept.port))
+        for _ in range(2):
+            with socket.socket() as listening:
+                listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as vLLM
+                listening.bind(("127.0.0.1", kept.port))
+                listening.listen()
+    finally:
+        kept.close()
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "examples").glob("*.py")))

@@ -78,4 +78,7 @@ def test_it_learns_and_goes_on_after_each_death(lag: int, vllms_python: Path, tm
     if lag:
         assert max(row["log_ratio"] for row in found) > 0.1, "an older version's are not"
     assert sum(row["reward"] for row in found[-8:]) > sum(row["reward"] for row in found[:8])
-    assert (tmp_path / "said").read_text().count("vLLM starts as process") == 2
+    said = (tmp_path / "said").read_text()
+    assert said.count("vLLM starts as process") == 2, re.findall(
+        r"^vLLM's process .* has ended: .*(?:\n.*){20}", said, re.M
+    )

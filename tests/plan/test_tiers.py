@@ -93,11 +93,12 @@ def test_ranks_that_share_memory_with_every_owner_stage_nothing_and_cpu_ranks_co
     run = planned(BF16, ScalingConfig(num_workers=2, num_optimizers=2), CPU_HOST)
     (host,) = run.hosts
     assert host.staging == 0
-    assert host.compute == 2 * 7100, "parameters are the owners' own pages"
+    assert host.compute == 2 * (7100 + 2 * UNIT), "parameters are the owners' own pages; gradients wait for copies"
+    assert host.waiting == 2 * 2 * UNIT
     assert host.owner_bytes == sum(owner.total for owner in run.owners)
     assert host.shared == sum(owner.steady for owner in run.owners), "copies for a checkpoint are the owners' own"
     apart = planned(BF16.replace(transport="grpc"), ScalingConfig(num_workers=2, num_optimizers=2), CPU_HOST).hosts[0]
-    assert (apart.staging, apart.shared, apart.compute) == (4 * UNIT, 0, 2 * (7100 + 4 * UNIT))
+    assert (apart.staging, apart.shared, apart.compute) == (4 * UNIT, 0, 2 * (7100 + (4 + 2) * UNIT))
 
 
 def test_cpu_ranks_decode_what_is_kept_encoded_into_memory_of_their_own() -> None:
@@ -109,7 +110,7 @@ def test_cpu_ranks_decode_what_is_kept_encoded_into_memory_of_their_own() -> Non
     for budget, decoded in ((1 << 20, 3 * UNIT), (2 * UNIT, 2 * UNIT)):
         zero = BF16.replace(gpu_param_memory_budget=budget)
         run = plan_bytes(layout, WORK, zero, two, CPU_HOST.hosts, state_bytes=8, splits=False, programs=NOTHING)
-        assert run.hosts[0].compute == 2 * (7100 + decoded)
+        assert run.hosts[0].compute == 2 * (7100 + decoded + 2 * UNIT)
     coded = 64 * 64 // 256 * 260 + 64  # a record with its header
     assert sum(owner.params for owner in run.owners) == 3 * coded + UNIT
 
@@ -125,7 +126,7 @@ def test_activations_that_leave_a_gpu_wait_in_host_memory_and_on_cpus_they_only_
     )
     assert (on_gpus.device.peak, on_gpus.hosts[0].activations) == (6 * UNIT + 3100, 2 * 4500)
     (host,) = here.hosts
-    assert host.of_ranks == 2 * (3100 + 4500)
+    assert host.of_ranks == 2 * (3100 + 2 * UNIT + 4500)
     assert host.total == host.owner_bytes + host.of_ranks
     assert "offloaded activations 8.789 KiB" in host.describe()
     tight = replace(GPU_HOSTS, device_bytes=6 * UNIT + 3100)

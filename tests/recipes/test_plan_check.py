@@ -252,6 +252,17 @@ def test_bytes_of_ranks_owners_and_the_host() -> None:
     assert figures["freed memory that malloc keeps"] == ("planned", 0, 200 + 10, None)
 
 
+@pytest.mark.parametrize(
+    ("peak", "rank", "host"), [(80, 37 / 60, 1790 / 1960), (123, 1, 1833 / 1960), (153, 1.1, 1863 / 1960)]
+)
+def test_gradients_may_wait_or_not(peak: int, rank: float, host: float) -> None:
+    plan = replace(PLANNED, hosts=(replace(PLANNED.hosts[0], waiting=40),))
+    now = process(Role.RANK, 0, memory(5000, 4000, 40) + HEAP.replace("80", str(peak)))
+    rows = compared(now, *OWNERS, plan=plan)
+    assert rows["rank 0 computing"].ratio == rank
+    assert rows["host memory beyond the programs"].ratio == host
+
+
 def test_a_rank_that_is_at_its_height_now_has_no_more_to_come() -> None:
     now = process(Role.RANK, 0, memory(5000, 4000, 40) + HEAP.replace("80", "45"))
     rows = compared(now, *OWNERS)

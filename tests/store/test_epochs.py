@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
 import pytest
@@ -85,3 +88,45 @@ def test_when_no_epoch_begins_any_more_calls_fail() -> None:
     for each in (answer, owners.ask("b")):
         with pytest.raises(StoreError, match="gone"):
             each.result(WAIT)
+
+
+@pytest.fixture
+def no_collections() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def again(epochs: Epochs, made: Future[str]) -> None:
+    epochs.over()
+    made.set_exception(EpochOverError("over"))
+    epochs.begin(1)
+
+
+ENDS: dict[str, Callable[[Epochs, Future[str], Future[str]], object]] = {
+    "answered": lambda _epochs, made, _answer: made.set_result("a"),
+    "failed": lambda _epochs, made, _answer: made.set_exception(StoreError("no")),
+    "given up": lambda _epochs, _made, answer: answer.cancel(),
+}
+
+
+@pytest.mark.usefixtures("no_collections")
+@pytest.mark.parametrize("epoch", [0, 1])
+@pytest.mark.parametrize("end", ENDS)
+def test_what_a_call_holds_is_free_once_it_has_ended(end: str, epoch: int) -> None:
+    """A unit's first values, a gradient: a cycle would keep them until Python collects garbage."""
+    epochs, calls, vector = Epochs(), list[Future[str]](), set[int]()
+
+    def call(_held: object = vector) -> Future[str]:
+        calls.append(Future())
+        return calls[-1]
+
+    seen, answer = weakref.ref(vector), epochs.make(call)
+    del call, vector
+    if epoch:
+        again(epochs, calls.pop())
+    assert seen() is not None, "it may have to be sent again"
+    ENDS[end](epochs, calls.pop(), answer)
+    assert seen() is None
+    assert answer.done()

@@ -117,13 +117,15 @@ class Epochs:
         self, number: int, epoch: int, call: Callable[[], Future[T]], answer: _Answer[T], made: Future[T]
     ) -> None:
         """A call has ended: pass its result on, or make it again if its epoch is over."""
-        if made.cancelled() or answer.done():  # the caller has given up
-            return
-        error = made.exception()
-        if error is None or not (isinstance(error, EpochOverError) or self.is_over(epoch)):
+        if not made.cancelled() and not answer.done():  # else the caller has given up
+            error = made.exception()
+            if error is not None and (isinstance(error, EpochOverError) or self.is_over(epoch)):
+                if self._begins(number, call, answer, after=epoch):
+                    self._make(number, call, answer)
+                return
             chain(made, answer)
-        elif self._begins(number, call, answer, after=epoch):
-            self._make(number, call, answer)
+        with answer.lock:
+            answer.made = None  # it has this callback: the cycle would keep the call's tensors until it is collected
 
     def is_over(self, epoch: int) -> bool:
         """Whether calls of ``epoch`` are to be made again in a later one."""
