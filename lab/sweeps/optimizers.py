@@ -150,18 +150,22 @@ def _ways(cls: Any, options: dict[str, Any]) -> list[Make]:
 
 
 def _way(cls: Any, options: dict[str, Any]) -> Make:
-    """The first of them that plain PyTorch trains with. Raises what the first one raises if there is none."""
-    first: Exception | None = None
+    """The first of them that plain PyTorch trains with, or else that makes one. Raises what the first one raises if
+    there is none."""
+    made, first = list[Make](), list[Exception]()
     for make in _ways(cls, options):
         model = _net()
         try:
-            _train(model, make(list(model.parameters())), range(2))
+            optimizers = make(list(model.parameters()))
+            made.append(make)
+            _train(model, optimizers, range(2))
         except Exception as exc:
-            first = first or exc
+            first.append(exc)
         else:
             return make
-    assert first is not None
-    raise first
+    if not made:
+        raise first[0]
+    return made[0]
 
 
 class _Net(nn.Module):

@@ -158,11 +158,6 @@ def unkept(state: Mapping[str, Any]) -> str:
     return ""
 
 
-def has_shapes(state: Mapping[str, Any], shape: Sequence[int]) -> bool:
-    """Whether some tensor of a state has another shape than its parameter (``shape``)."""
-    return any(not is_scalar(value) and tuple(value.shape) != tuple(shape) for value in leaves(state).values())
-
-
 def _parts(number: float) -> list[float]:
     """The three numbers in fp32."""
     found = []
