@@ -1,7 +1,9 @@
-"""All optimizer classes of torch, timm, bitsandbytes, torchao, pytorch-optimizer and torch-optimi, beside plain torch.
+"""All optimizer classes of torch, timm, bitsandbytes, torchao, pytorch-optimizer, torch-optimi, heavyball and
+emerging-optimizers, beside plain torch.
 
 The packages are not among RayZero's: `.venv/bin/pip install -c constraints.txt --no-deps timm bitsandbytes torchao
-pytorch-optimizer torch-optimi`. One that is missing is a row of the table.
+pytorch-optimizer torch-optimi heavyball triton opt-einsum`, and `... --ignore-requires-python emerging-optimizers`,
+which asks for Python 3.12. One that is missing is a row of the table.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ import inspect
 import sys
 import tempfile
 import types
+import typing
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,9 +35,20 @@ its third step. *same*: every weight has equal bits, also after the resume. *rou
 part of the longest way of a weight; torch rounds a tensor's last elements otherwise, and Adam here has the bits of
 `AdamW(fused=True)`, which plain PyTorch does not use by default on a CPU (these rows have `fused=True` as an option).
 *refused*: by an error that says why, before a value is changed. Beside the others is whether owners run the class *on
-shards* or *on whole parameters* of that model. Options other than the class's defaults are named.
+shards* or *on whole parameters* of that model. Options other than the class's defaults are named. A class that wants
+groups with `use_muon` has two, and one that takes matrices only has the matrices, beside an AdamW. heavyball's classes
+run without torch.compile.
 """
-PACKAGES = ["torch", "timm", "bitsandbytes", "torchao", "pytorch-optimizer", "torch-optimi"]
+PACKAGES = [
+    "torch",
+    "timm",
+    "bitsandbytes",
+    "torchao",
+    "pytorch-optimizer",
+    "torch-optimi",
+    "heavyball",
+    "emerging-optimizers",
+]
 
 _MODULES = {
     "torch": "torch.optim",
@@ -43,7 +57,10 @@ _MODULES = {
     "torchao": "torchao.optim",
     "pytorch-optimizer": "pytorch_optimizer",
     "torch-optimi": "optimi",
+    "heavyball": "heavyball",
+    "emerging-optimizers": "emerging_optimizers",
 }
+_ROOMS = ("orthogonalized_optimizers", "psgd", "riemannian_optimizers", "scalar_optimizers", "soap")  # of the last one
 _OPTIONS: dict[str, Any] = {  # each is tried alone, where a constructor has an argument of that name
     "fused": True,
     "momentum": 0.9,
@@ -60,7 +77,7 @@ _OPTIONS: dict[str, Any] = {  # each is tried alone, where a constructor has an 
 _STEPS, _SAVED, _RATE_FROM = 6, 3, 3
 _CLOSE = 1e-3  # of the longest way of a weight: by how much rounding alone may make weights differ
 
-Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+Make = Callable[[list[nn.Parameter]], list[torch.optim.Optimizer]]
 
 
 def cases() -> Iterator[Case]:
@@ -87,7 +104,15 @@ def _imported(module: str) -> types.ModuleType:
         package.__path__ = list(importlib.util.find_spec("timm").submodule_search_locations or ())  # type: ignore[union-attr]
         models.group_parameters = None  # type: ignore[attr-defined]
         sys.modules |= {"timm": package, "timm.models": models}
-    return importlib.import_module(module)
+    found = importlib.import_module(module)
+    if module == "heavyball":
+        found.utils.compile_mode = found.utils.compile_mode_recommended_to_none = None
+    if module == "emerging_optimizers":
+        typing.override = getattr(typing, "override", lambda method: method)  # type: ignore[attr-defined]  # of 3.12
+        for room in _ROOMS:
+            of_room = vars(importlib.import_module(f"{module}.{room}"))
+            vars(found).update({name: of_room[name] for name in of_room if not name.startswith("_")})
+    return found
 
 
 def _is_installed(package: str) -> bool:
@@ -101,22 +126,46 @@ def _is_of(cls: type, module: str) -> bool:
 def _cases_of(name: str, cls: type[torch.optim.Optimizer]) -> Iterator[Case]:
     accepted = inspect.signature(cls).parameters
     lr = {"lr": 1e-3} if "lr" in accepted else {}
-    yield Case(name, partial(_tried, partial(_made, cls, lr)))
+    yield Case(name, partial(_tried, cls, lr))
     for option, value in _OPTIONS.items():
         if option in accepted:
-            yield Case(f"{name}({option}={value!r})", partial(_tried, partial(_made, cls, lr | {option: value})))
+            yield Case(f"{name}({option}={value!r})", partial(_tried, cls, lr | {option: value}))
 
 
-def _made(cls: type[torch.optim.Optimizer], options: dict[str, Any], params: list[nn.Parameter]) -> Any:
-    """An instance over the parameters; some classes want matrices in a group of their own."""
-    make: Any = cls
-    try:
-        return make(params, **options)
-    except Exception:
-        matrices = [param for param in params if param.dim() == 2]
-        others = [param for param in params if param.dim() != 2]
-        groups = [{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False}]
-        return make(groups, **options)
+def _ways(cls: Any, options: dict[str, Any]) -> list[Make]:
+    """How an instance may be made: over all parameters; with matrices in a group of their own; of matrices alone."""
+
+    def divided(params: list[nn.Parameter]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        return [param for param in params if param.dim() == 2], [param for param in params if param.dim() != 2]
+
+    def in_groups(params: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+        groups = zip(divided(params), (True, False), strict=True)
+        return [cls([{"params": own, "use_muon": muon} for own, muon in groups], **options)]
+
+    def beside(params: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+        matrices, others = divided(params)
+        return [cls(matrices, **options), torch.optim.AdamW(others, fused=True)]
+
+    return [lambda params: [cls(params, **options)], in_groups, beside]
+
+
+def _way(cls: Any, options: dict[str, Any]) -> Make:
+    """The first of them that plain PyTorch trains with, or else that makes one. Raises what the first one raises if
+    there is none."""
+    made, first = list[Make](), list[Exception]()
+    for make in _ways(cls, options):
+        model = _net()
+        try:
+            optimizers = make(list(model.parameters()))
+            made.append(make)
+            _train(model, optimizers, range(2))
+        except Exception as exc:
+            first.append(exc)
+        else:
+            return make
+    if not made:
+        raise first[0]
+    return made[0]
 
 
 class _Net(nn.Module):
@@ -140,16 +189,19 @@ def _net() -> _Net:
     return _Net()
 
 
-def _train(model: nn.Module, optimizer: Any, steps: range, saved: Callable[[], object] = lambda: None) -> None:
+def _train(
+    model: nn.Module, optimizers: Sequence[Any], steps: range, saved: Callable[[], object] = lambda: None
+) -> None:
     for step in steps:
         if step == _RATE_FROM:
-            for group in (each for each in optimizer.param_groups if "lr" in each):
+            for group in (each for part in optimizers for each in part.param_groups if "lr" in each):
                 group["lr"] = _halved(group["lr"])
         numbers = torch.Generator().manual_seed(step)
         loss = model(torch.randn(4, 3, 8, 8, generator=numbers)).square().mean()
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        for part in optimizers:
+            part.step()
+            part.zero_grad()
         if step + 1 == _SAVED:
             saved()
 
@@ -158,43 +210,43 @@ def _halved(rate: Any) -> Any:
     return rate.mul_(0.5) if isinstance(rate, Tensor) else rate * 0.5 if rate is not None else None
 
 
-def _tried(make: Make) -> Outcome:
+def _tried(cls: Any, options: dict[str, Any]) -> Outcome:
     import rayzero
     from rayzero.engine.context import RankContext, running_in
     from rayzero.errors import RayZeroError
 
     torch.set_num_threads(1)
     first = {name: value.clone() for name, value in _net().state_dict().items()}
-    plain = _net()
     try:
-        theirs = make(list(plain.parameters()))
+        make = _way(cls, options)
     except Exception as exc:
         return Outcome(NOT_TRIED, f"made from parameters alone it raises {type(exc).__name__}: {exc}")
+    plain = _net()
+    theirs = make(list(plain.parameters()))
     found: list[dict[str, Tensor]] = []
     with tempfile.TemporaryDirectory() as folder:
         for resume in (None, Path(folder) / "at-3"):
             with running_in(RankContext()):
                 model = _net()
+                given = make(list(model.parameters()))
                 try:
-                    model, optimizer = rayzero.prepare(model, make(list(model.parameters())), resume=resume)
+                    model, optimizer = rayzero.prepare(model, given[0] if len(given) == 1 else given, resume=resume)
                 except RayZeroError as exc:
                     return Outcome(REFUSED if resume is None else WRONG, str(exc))
                 if resume is None:
                     save = partial(rayzero.save_checkpoint, optimizer, Path(folder) / "at-3")
-                    _train(model, optimizer, range(_STEPS), save)
+                    _train(model, [optimizer], range(_STEPS), save)
                 else:
-                    _train(model, optimizer, range(_SAVED, _STEPS))
+                    _train(model, [optimizer], range(_SAVED, _STEPS))
                 whole = optimizer.engine.layout.whole_parameters
                 found.append(rayzero.full_state_dict(model))
-                states = copy.deepcopy(optimizer.state_dict())
-    try:
-        _train(plain, theirs, range(_STEPS))
-    except Exception as exc:
-        return Outcome(WRONG, f"trains here, but plain PyTorch raises {type(exc).__name__}: {exc}")
-    if (lost := _lost(torch.optim.Optimizer.state_dict(theirs), states)) != "":
-        return Outcome(WRONG, f"state_dict() lacks {lost}")
+                states = [copy.deepcopy(each.state_dict()) for each in ([optimizer] if len(given) == 1 else given)]
+    _train(plain, theirs, range(_STEPS))
+    for part, ours in zip(theirs, states, strict=True):
+        if (lost := _lost(torch.optim.Optimizer.state_dict(part), ours)) != "":
+            return Outcome(WRONG, f"state_dict() lacks {lost}")
     outcome = _compared(first, plain.state_dict(), found)
-    where = "on whole parameters" if whole else "on shards"
+    where = ("on whole parameters" if whole else "on shards") + (", beside an AdamW" if len(theirs) > 1 else "")
     return Outcome(outcome.kind, f"{where}; {outcome.why}" if outcome.why else where)
 
 

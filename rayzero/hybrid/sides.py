@@ -37,7 +37,7 @@ from rayzero.kernels.optimizer_class import (
     refuse_reads,
     step_alone,
 )
-from rayzero.kernels.optimizer_states import state_bytes, state_names
+from rayzero.kernels.optimizer_states import state_bytes, zero_state
 from rayzero.kernels.optimizer_trial import try_class
 from rayzero.lanes import Lane, make_lane
 
@@ -353,7 +353,10 @@ class Builder:
         for make in (cpu, gpu):
             refuse_reads(make, groups, options[0])
         whole = [try_class(make, group).whole for make in (cpu, gpu) for group in options]  # each class is tried
-        return not any(whole) and all(state_names(cpu, group) == state_names(gpu, group) for group in options)
+        like = torch.ones(2, 2, dtype=torch.float32, device="cpu")
+        return not any(whole) and all(
+            zero_state(cpu, group, like).keys() == zero_state(gpu, group, like).keys() for group in options
+        )
 
     def _device_costs(self, params: Sequence[Tensor], group_of: Sequence[int], groups: Sequence[Group]) -> list[int]:
         costs: dict[tuple[int, torch.dtype], int] = {}

@@ -21,7 +21,7 @@ from rayzero.kernels.kernel import (
 from rayzero.kernels.moments import CODED
 from rayzero.kernels.native import NativeAdder, NativeKernel, NativeSquareSum
 from rayzero.kernels.rank_sum import RankSum, SquareSum
-from rayzero.kernels.torch_kernel import ReferenceKernel, TorchKernel
+from rayzero.kernels.torch_kernel import TorchKernel
 
 __all__ = [
     "ADAMS",
@@ -40,7 +40,7 @@ __all__ = [
     "splits_masters",
 ]
 
-KERNELS = ("auto", "native", "torch", "reference")
+KERNELS = ("auto", "native", "torch")
 
 Squares = NativeSquareSum | SquareSum
 
@@ -54,8 +54,7 @@ def choose_kernel(name: str) -> Kernel:
     which. Raises ConfigError for an unknown name, UnsupportedError if "native" was not built."""
     if name == "auto":
         name = _fastest()
-    kinds: tuple[type[Kernel], ...] = (NativeKernel, TorchKernel, ReferenceKernel)
-    for kind in kinds:
+    for kind in (NativeKernel, TorchKernel):
         if name == kind.name:
             return kind()
     raise ConfigError(f"kernel is {name!r} but must be one of {', '.join(KERNELS)}")

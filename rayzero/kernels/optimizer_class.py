@@ -28,7 +28,7 @@ from rayzero.protocol.messages import CLASS, Hyper
 State = dict[str, Any]  # of one parameter, as torch has it: name -> tensor or number, or some of them
 
 _BY_SCHEDULERS = "initial_lr"  # the entry that every torch scheduler writes into each group
-_INTEGER = "integer"  # the key of a counter's value in JSON. [Note: counters]
+_INTEGER, _DTYPE = "integer", "dtype"  # keys of a counter's value and a dtype in JSON. [Note: counters]
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _INSTEAD = "give those Parameters a group with an entry that says the same"
 _NAMES = "param_names"  # the entry of a group that torch makes of named parameters
@@ -156,14 +156,17 @@ def on_cpu(options: Hyper) -> Hyper:
 
 
 def as_options(hyper: Hyper) -> Hyper:
-    """A group's options as torch has them: JSON's lists turned into tuples, counters into tensors of their own. See
-    [Note: counters]."""
+    """A group's options as torch has them: JSON's lists turned into tuples, names of dtypes into dtypes, counters into
+    tensors of their own. See [Note: counters]."""
     return {key: _as_option(value) for key, value in hyper.items()}
 
 
 def _as_option(value: Any) -> Any:
-    if isinstance(value, dict) and value.keys() == {_INTEGER, "dtype"}:
-        return torch.tensor(value[_INTEGER], dtype=getattr(torch, value["dtype"]), device="cpu")
+    if isinstance(value, dict) and value.keys() == {_INTEGER, _DTYPE}:
+        return torch.tensor(value[_INTEGER], dtype=getattr(torch, value[_DTYPE]), device="cpu")
+    if isinstance(value, dict):
+        dtype = getattr(torch, value[_DTYPE]) if value.keys() == {_DTYPE} else None
+        return dtype or {name: _as_option(item) for name, item in value.items()}
     return own_option(tuple(map(_as_option, value)) if isinstance(value, list) else value)
 
 
@@ -185,14 +188,18 @@ def plain_value(value: Any, name: str) -> Any:
     """Option ``name`` of a group as a plain JSON value; ``as_options`` reads it. Raises UnsupportedError if it is
     none."""
     if isinstance(value, Tensor) and is_counter(value):
-        return {_INTEGER: value.item(), "dtype": str(value.dtype).removeprefix("torch.")}
+        return {_INTEGER: value.item()} | plain_value(value.dtype, name)
+    if isinstance(value, torch.dtype):
+        return {_DTYPE: str(value).removeprefix("torch.")}
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
     if isinstance(value, list | tuple):
         return [plain_value(item, name) for item in value]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value) and _DTYPE not in value:
+        return {key: plain_value(item, name) for key, item in value.items()}
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise UnsupportedError(f"option {name!r} of a parameter group is {value!r}; pass a plain number, flag or text")
+    raise UnsupportedError(f"option {name!r} of a parameter group is {value!r}; pass a number, flag, text or dtype")
 
 
 # ---- stand-ins ---------------------------------------------------------------------------------------------------

@@ -75,11 +75,6 @@ def zero_state(make: OptimizerMaker, options: Hyper, like: Tensor) -> State:
     return state
 
 
-def state_names(make: OptimizerMaker, options: Hyper) -> set[str]:
-    """The names of what the class keeps for a parameter."""
-    return set(zero_state(make, options, torch.ones(2, 2, dtype=torch.float32, device="cpu")))
-
-
 def state_bytes(make: OptimizerMaker, options: Hyper, dtype: torch.dtype) -> int:
     """The bytes of state that the class keeps for an element of ``dtype``, measured on 4,096 elements and rounded
     up."""
@@ -156,11 +151,6 @@ def unkept(state: Mapping[str, Any]) -> str:
         if value.dtype not in _KEPT_EXACTLY:
             return f"{name!r} in {value.dtype}"
     return ""
-
-
-def has_shapes(state: Mapping[str, Any], shape: Sequence[int]) -> bool:
-    """Whether some tensor of a state has another shape than its parameter (``shape``)."""
-    return any(not is_scalar(value) and tuple(value.shape) != tuple(shape) for value in leaves(state).values())
 
 
 def _parts(number: float) -> list[float]:

@@ -41,7 +41,6 @@ from rayzero.kernels.optimizer_states import (
     StateForms,
     described,
     flat_states,
-    has_shapes,
     is_long,
     is_scalar,
     leaves,
@@ -318,7 +317,8 @@ class _Course:
         states = [optimizer.state.get(param, {}) for param in params]
         others = (f"{key!r} beside the states of parameters" for key in optimizer.state if not isinstance(key, Tensor))
         self.odd_state = next((odd for odd in (*map(unkept, states), *others) if odd), "")
-        self.shaped = not self.odd_state and any(map(has_shapes, states, shapes))
+        kept = [(value, shape) for state, shape in zip(states, shapes, strict=True) for value in leaves(state).values()]
+        self.shaped = not self.odd_state and any(not is_scalar(value) and value.shape != of for value, of in kept)
         self.kept = [
             _kept(param, {} if self.odd_state else state, self._shape_of[index], self.updates(index))
             for index, (param, state) in enumerate(zip(params, states, strict=True))

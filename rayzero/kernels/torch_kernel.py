@@ -1,5 +1,5 @@
 """Adam without C: by ``torch._fused_adamw_`` over tiles that stay in cache, for hosts without the native kernel and for
-devices; and in plain float arithmetic, element by element, with which the fast kernels are compared.
+devices.
 
 [Note: a tile per thread] Threads take whole tiles, and torch computes each with that thread alone. Torch's own threads
 would share each of a tile's three or four operations and meet after each; if they sleep in between
@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from itertools import count
 
 import torch
@@ -33,7 +32,6 @@ DEVICE_TILE = 1 << 21  # on a device: up to 44 MiB of scratch, and copies over t
 
 
 Windows = Iterator[tuple[int, int, list[Tile]]]  # two bounds of stamps, and the tiles in between: what a thread takes
-_LARGEST = torch.finfo(torch.float32).max
 
 
 class TorchKernel(Kernel):
@@ -192,57 +190,3 @@ class SideStream:
             with torch.cuda.stream(self._stream):
                 yield
             sleep_until_done(self._stream)
-
-
-class ReferenceKernel(Kernel):
-    """The formulas of the papers, in Python's double precision, rounded to fp32 when stored."""
-
-    name = "reference"
-
-    def run(self, update: AdamUpdate) -> None:
-        """See ``Kernel.update``. Each segment is one tile."""
-        memory = update.memory
-        if memory.stamps is not None and memory.stamps.are_whole(0, memory.master.numel()):
-            return
-        with memory.stamps.writing(0, memory.master.numel()) if memory.stamps is not None else nullcontext():
-            for done, segment in enumerate(update.segments, 1):
-                self._update(update, segment)
-                update.on_tile(done, len(update.segments))
-
-    def _update(self, update: AdamUpdate, segment: Segment) -> None:
-        memory, start, stop = update.memory, segment.offset, segment.offset + segment.length
-        summed = RankSum(segment.length).sum(update.gradients, segment.ranks, start, stop).tolist()
-        coded = memory.coded
-        if coded is not None:  # element i of copies in fp32 is element i of the memory
-            mean, square = (moment.read(0, stop) for moment in coded)
-            wide = replace(memory, exp_avg=mean, exp_avg_sq=square, scales=None)
-        else:
-            wide = memory
-        for i, grad in enumerate(summed, start):
-            _update_element(
-                wide, i, min(max(grad * update.scale, -update.limit), update.limit), segment.options, segment.step
-            )
-        if coded is not None:
-            coded[0].write(start, stop, wide.exp_avg[start:])
-            coded[1].write(start, stop, wide.exp_avg_sq[start:])
-        if memory.params is not None:
-            memory.params[start:stop] = memory.master[start:stop]
-
-
-def _update_element(memory: AdamMemory, i: int, grad: float, options: AdamOptions, step: int) -> None:
-    weight = float(memory.master[i])
-    grad = -grad if options.maximize else grad
-    if options.decoupled:
-        weight -= options.lr * options.weight_decay * weight
-    else:
-        grad += options.weight_decay * weight
-    mean = options.beta1 * float(memory.exp_avg[i]) + (1 - options.beta1) * grad
-    square = options.beta2 * float(memory.exp_avg_sq[i]) + (1 - options.beta2) * grad * grad
-    square = square if square <= _LARGEST else math.inf  # as fp32 has it
-    memory.exp_avg[i], memory.exp_avg_sq[i] = mean, square
-    if options.amsgrad and memory.max_exp_avg_sq is not None:
-        square = max(float(memory.max_exp_avg_sq[i]), square)
-        memory.max_exp_avg_sq[i] = square
-    denominator = math.sqrt(square / (1 - options.beta2**step)) + options.eps
-    step_size = options.lr / (1 - options.beta1**step)
-    memory.master[i] = weight - step_size * mean / denominator if denominator else math.nan

@@ -158,19 +158,11 @@ class ShardMap:
         """What is balanced, per item."""
         return self.sizes if self.work is None else self.work
 
-    def work_of(self, owner: int) -> int:
-        """The weights of all items of ``owner``."""
-        return sum(self.weights[shard] for shard in self.shards_of(owner))
-
     def owner(self, shard: int) -> int:
         """The owner of item ``shard``."""
         if not 0 <= shard < len(self.owners):
             raise ConfigError(f"shard {shard} does not exist; this map has {count(len(self.owners), 'shard')}")
         return self.owners[shard]
-
-    def owns(self, owner: int, shard: int) -> bool:
-        """Whether ``owner`` has the item ``shard``."""
-        return self.owner(shard) == self._known(owner)
 
     def shards_of(self, owner: int) -> tuple[int, ...]:
         """The items of ``owner``, ascending."""
@@ -183,10 +175,6 @@ class ShardMap:
     def num_shards_of(self, owner: int) -> int:
         """How many items ``owner`` has."""
         return len(self.shards_of(owner))
-
-    def bytes_of(self, owner: int) -> int:
-        """The bytes of all items of ``owner``."""
-        return sum(self.sizes[shard] for shard in self.shards_of(owner))
 
     @cached_property
     def _items(self) -> tuple[tuple[int, ...], ...]:

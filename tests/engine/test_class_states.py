@@ -75,11 +75,11 @@ CASES = [
 
 
 @pytest.mark.promise("exact", "optimizers")
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("case", CASES)
 def test_a_loop_has_the_bits_of_plain_torch_also_resumed_or_loaded(case: str, tmp_path: Path) -> None:
     """Also convolutions and stacks of experts, which a class sees in their shapes."""
     module, _, name = case.partition(":")
-    pytest.importorskip(module)  # tried where a package is installed
     cls = getattr(importlib.import_module(module), name)
     plain, config = mixed(), ZeroConfig()
     theirs = cls(plain.parameters(), lr=1e-2)

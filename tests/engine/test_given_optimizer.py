@@ -79,6 +79,41 @@ class CountingInTensor(Mine):
         super().step()
 
 
+class Rounding(Mine):
+    """Computes in a dtype, by numbers of a dict, that its groups have."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            group.setdefault("within", torch.bfloat16)
+            group.setdefault("given", {"by": [0.5, 0.25], "norm": None})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            first, second = group["given"]["by"]
+            for p in (each for each in group["params"] if each.grad is not None):
+                p.sub_(p.grad.to(group["within"]).float(), alpha=group["lr"] * first / second)
+
+
+class Closed(Mine):
+    """Its constructor makes a function of an argument that nothing else says."""
+
+    def __init__(self, params: Any, lr: float = 0.1, base: float = 2.0) -> None:
+        super().__init__(params, lr)
+
+        def scaled(grad: Tensor, more: float = 1.0) -> Tensor:
+            return grad * (base + more + self.scale)
+
+        self.scaled = scaled
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in (each for each in group["params"] if each.grad is not None):
+                p.sub_(self.scaled(p.grad), alpha=group["lr"])
+
+
 class Needs(torch.optim.SGD):
     def __init__(self, params: Any, size: int) -> None:
         super().__init__(params, lr=0.1 * size)
@@ -262,6 +297,8 @@ TRAINS: dict[str, tuple[Any, ...]] = {  # what makes the optimizer, and what is 
     "a subclass, set": (after(Flagged, lambda optimizer: setattr(optimizer, "signs", True)),),
     "an entry of a group": (lambda params: Mine([{"params": list(params), "mine": 0.25}]),),
     "a slot of the class": (lambda params: Slotted(params, boost=3.0),),
+    "a dtype and a dict in its groups": (Rounding,),
+    "a function that it makes": (Closed,),
     "hooks": (after(Mine, registering),),
     "hooks of a kernel's class": (after(FUSED, registering),),
     "a scheduler": (after(Flagged, scheduled),),
@@ -309,6 +346,14 @@ ATTRIBUTES = "the Mine has attributes that owners cannot get: "
 STEP = r"step\(\) of the .* was replaced by .*register_step_pre_hook"
 REFUSED: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], str]] = {
     "a function": (given(Mine, lambda o: setattr(o, "decay", lambda p: p)), f"{ATTRIBUTES}'decay'"),
+    "a function of an argument": (
+        lambda model: Closed(model.parameters(), base=3.0),
+        "the Closed has attributes that owners cannot get: 'scaled'",
+    ),
+    "one with another default": (
+        given(Closed, lambda o: setattr(o.scaled, "__defaults__", (4.0,))),
+        "the Closed has attributes that owners cannot get: 'scaled'",
+    ),
     "Parameters": (given(Mine, lambda o: setattr(o, "mine", o.param_groups[0]["params"])), f"{ATTRIBUTES}'mine'"),
     "a tensor": (given(Mine, lambda o: setattr(o.args, "bits", torch.ones(3))), f"{ATTRIBUTES}'args.bits'"),
     "an infinite number": (given(Mine, lambda o: setattr(o, "scale", float("inf"))), f"{ATTRIBUTES}'scale'"),

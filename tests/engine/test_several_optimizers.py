@@ -23,6 +23,7 @@ from rayzero.errors import CheckpointError, ConfigError, GradientAccessError, Un
 from rayzero.store.rank.rank_store import RankStore
 from rayzero.telemetry.names import MATRIX_PRODUCT_SECONDS, MATRIX_PRODUCTS
 from rayzero.testing import Transport, run_ranks
+from tests.support import needs
 
 from .models import Net, same_bits, seeded, tight, token_loss, tokens
 
@@ -83,8 +84,16 @@ def added(each: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     return [functools.reduce(torch.add, grads) for grads in zip(*each, strict=True)]
 
 
-def plain(make: Any, steps: int, world_size: int, precision: str = "fp32", backwards: int = 1) -> dict[str, Tensor]:
-    """Train fp32 masters of an unsharded model on all ranks' batches, on one thread."""
+def plain(
+    make: Any,
+    steps: int,
+    world_size: int,
+    precision: str = "fp32",
+    backwards: int = 1,
+    max_norm: float | None = None,
+) -> dict[str, Tensor]:
+    """Train fp32 masters of an unsharded model on all ranks' batches, on one thread. The norm that clips is in fp64,
+    as owners compute it."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -100,8 +109,12 @@ def plain(make: Any, steps: int, world_size: int, precision: str = "fp32", backw
                     (token_loss(model, tokens(step, 10 * rank + index)) / backwards).backward()
                     ranks.append([param.grad.float() for param in model.parameters()])
                 rounds.append(added(ranks))
-            for param, grad in zip(masters.parameters(), added(rounds), strict=True):
-                param.grad = grad * (1.0 / world_size)
+            total = added(rounds)
+            norm = sum(float(grad.double().square().sum()) for grad in total) ** 0.5 / world_size
+            assert max_norm is None or norm > max_norm, "nothing would be clipped"
+            scale = 1.0 if max_norm is None else max_norm / (norm + 1e-6)
+            for param, grad in zip(masters.parameters(), total, strict=True):
+                param.grad = grad * (scale / world_size)
             for optimizer in optimizers:
                 optimizer.step()
             with torch.no_grad():
@@ -120,10 +133,11 @@ def loop(
     steps: int = 3,
     max_norm: float | None = None,
     matrix_updates: Any = "owner",
+    **settings: Any,
 ) -> dict[str, Tensor]:
     torch.set_num_threads(1)
     model = copy.deepcopy(BASE)
-    config = tight(model, precision=precision, prefetch_buffer_size=1, shard_bytes=16 << 10)
+    config = tight(model, precision=precision, prefetch_buffer_size=1, shard_bytes=16 << 10, **settings)
     config = config.replace(gradient_accumulation_steps=backwards, matrix_updates=matrix_updates)
     model, optimizer = rayzero.prepare(model, make(model), config)
     train(model, optimizer, range(steps), context.rank, backwards=backwards, max_norm=max_norm)
@@ -146,6 +160,71 @@ def test_several_optimizers_have_the_bits_of_each_in_plain_torch(
     each = functools.partial(loop, make=make, precision=precision, backwards=backwards)
     for state in run_ranks(each, world_size, owners):
         assert same_bits(state, expected)
+
+
+def adafactor(model: nn.Module) -> Optimizers:
+    return [torch.optim.Adafactor(model.parameters(), lr=1e-2)]
+
+
+def lamb(model: nn.Module) -> Optimizers:
+    from pytorch_optimizer import Lamb
+
+    return [Lamb(model.parameters(), lr=1e-2)]
+
+
+def soap(model: nn.Module) -> Optimizers:
+    from pytorch_optimizer import SOAP
+
+    return [SOAP(model.parameters(), lr=1e-2)]
+
+
+def normuon(model: nn.Module) -> Optimizers:
+    from pytorch_optimizer import NorMuon
+
+    matrices, others = divided(model)
+    return [NorMuon([{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False}])]
+
+
+def everything(make: Any, precision: str) -> Any:
+    """A loop with clips, accumulation and activations on the host."""
+    on_host = {"offload_activations": ("layers.*",), "activation_min_bytes": 1024}
+    return functools.partial(loop, make=make, precision=precision, backwards=2, max_norm=0.1, **on_host)
+
+
+@pytest.mark.promise("exact", "optimizers")
+@needs.shared_memory
+@pytest.mark.spread(1)
+@pytest.mark.parametrize("make", [muon_and_adamw, adafactor])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("world_size", "owners"), [(1, 3), (2, 2), (3, 1)])
+def test_clips_accumulation_and_activations_on_the_host_change_no_bit_of_plain_torch(
+    make: Any, precision: str, world_size: int, owners: int
+) -> None:
+    expected = plain(make, 3, world_size, precision, 2, 0.1)
+    for state in run_ranks(everything(make, precision), world_size, owners, "shm", True):
+        assert same_bits(state, expected)
+
+
+@pytest.mark.promise("exact", "optimizers")
+@pytest.mark.thorough
+@pytest.mark.parametrize("make", [normuon, lamb, soap])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("world_size", "owners"), [(1, 1), (3, 2)])
+def test_nor_of_other_packages_classes(make: Any, precision: str, world_size: int, owners: int) -> None:
+    expected = plain(make, 3, world_size, precision, 2, 0.1)
+    for state in run_ranks(everything(make, precision), world_size, owners):
+        assert same_bits(state, expected)
+
+
+@pytest.mark.thorough
+@needs.shared_memory
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("make", [muon_and_adamw, adafactor])
+def test_nor_do_owners_on_another_host(make: Any, precision: str) -> None:
+    with another_host("optimizer 1") as hosts:
+        found = run_ranks(everything(make, precision), 2, 2, "shm", True, hosts=hosts)
+    for state in found:
+        assert same_bits(state, plain(make, 3, 2, precision, 2, 0.1))
 
 
 def on_ranks(context: RankContext, **given: Any) -> tuple[dict[str, Tensor], list[int]]:

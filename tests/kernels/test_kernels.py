@@ -16,6 +16,7 @@ from rayzero.kernels import AdamMemory, AdamOptions, Segment, choose_kernel, seg
 from rayzero.kernels.rank_sum import RankSum
 from rayzero.kernels.stamps import STAMP
 from rayzero.kernels.torch_kernel import TorchKernel
+from tests.support.reference_kernel import ReferenceKernel
 
 OPTIONS = AdamOptions(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 VARIANTS = {
@@ -78,7 +79,7 @@ def test_the_torch_kernel_has_the_bits_of_torchs_fused_optimizer(name: str) -> N
     assert torch.equal(memory.master, param.detach())
 
 
-@pytest.mark.parametrize("kernel", ["torch", "reference", "auto"])
+@pytest.mark.parametrize("kernel", ["torch", "auto"])
 @pytest.mark.parametrize(("ranks", "scale"), [(1, 1.0), (1, 0.3), (2, 0.5)])
 def test_a_limit_clamps_the_scaled_sum_and_nothing_else(kernel: str, ranks: int, scale: float) -> None:
     limited, given = make_memory(256, bf16=True), make_memory(256, bf16=True)
@@ -99,8 +100,8 @@ def test_the_torch_kernel_agrees_with_plain_arithmetic(name: str) -> None:
     fast, plain = make_memory(numel, bf16=True), make_memory(numel, bf16=True)
     for step in range(1, 4):
         grads = make_grads(numel, 2, step, torch.bfloat16)
-        for memory, kernel in ((fast, "torch"), (plain, "reference")):
-            choose_kernel(kernel).update(memory, grads, [whole(numel, options, step, 2)], 0.25, ignore)
+        for memory, kernel in ((fast, TorchKernel()), (plain, ReferenceKernel())):
+            kernel.update(memory, grads, [whole(numel, options, step, 2)], 0.25, ignore)
     torch.testing.assert_close(fast.master, plain.master, rtol=1e-6, atol=1e-7)
     assert fast.params is not None
     assert torch.equal(fast.params, fast.master.bfloat16())
@@ -171,7 +172,7 @@ def test_when_a_thread_of_the_torch_kernel_fails_the_call_does_after_all_have_en
     assert torch.equal(memory.master, master)
 
 
-@pytest.mark.parametrize("kernel", ["torch", "reference", "auto"])
+@pytest.mark.parametrize("kernel", ["torch", "auto"])
 def test_only_what_segments_name_is_read_and_written(kernel: str) -> None:
     memory, before = make_memory(256, bf16=True), make_memory(256, bf16=True)
     grads = make_grads(256, 2, 1)
@@ -189,7 +190,7 @@ def test_only_what_segments_name_is_read_and_written(kernel: str) -> None:
     assert all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(grads, kept, strict=True))
 
 
-@pytest.mark.parametrize("kernel", ["torch", "reference", "auto"])
+@pytest.mark.parametrize("kernel", ["torch", "auto"])
 def test_zero_gradients_and_weights_stay_zero(kernel: str) -> None:
     memory = make_memory(128)
     memory.master.zero_()

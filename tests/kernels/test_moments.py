@@ -16,7 +16,8 @@ from torch import Tensor
 from rayzero.errors import UnsupportedError
 from rayzero.kernels import AdamMemory, AdamOptions, Segment, check_moments, native
 from rayzero.kernels.moments import BLOCK, CODED, CodedMoment, decode, encode, moment_bytes
-from rayzero.kernels.torch_kernel import ReferenceKernel, TorchKernel
+from rayzero.kernels.torch_kernel import TorchKernel
+from tests.support.reference_kernel import ReferenceKernel
 
 ADAMW = AdamOptions(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 LIBRARY = native.load()

@@ -32,8 +32,9 @@ from rayzero.errors import UnsupportedError
 from rayzero.kernels import choose_kernel, choose_squares, native
 from rayzero.kernels.kernel import AdamMemory, AdamOptions, Segment
 from rayzero.kernels.rank_sum import RankSum, SquareSum
-from rayzero.kernels.torch_kernel import ReferenceKernel, TorchKernel
+from rayzero.kernels.torch_kernel import TorchKernel
 from rayzero.protocol.gradient_sum import KeptTotal
+from tests.support.reference_kernel import ReferenceKernel
 
 LOADED = native.load()
 if isinstance(LOADED, str):

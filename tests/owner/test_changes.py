@@ -81,7 +81,6 @@ RULES: dict[str, dict[str, Any]] = {
     "native": {"kernel": "native"},
     "native, moments int8": {"kernel": "native", "moments": "int8"},
     "torch": {"kernel": "torch"},
-    "reference": {"kernel": "reference"},
     "a torch class": {"optimizer": "torch.optim:SGD", "hyper": [{"lr": 1e-2, "momentum": 0.9}]},
 }
 

@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
 from functools import partial
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -313,6 +313,8 @@ def _equal(ours: Any, theirs: Any) -> bool:
         return len(ours) == len(theirs) and all(map(_equal, ours, theirs))
     if isinstance(ours, MethodType):
         return ours.__func__ is theirs.__func__ and _equal(ours.__self__, theirs.__self__)
+    if isinstance(ours, FunctionType):  # each constructor makes one
+        return ours.__code__ is theirs.__code__ and _equal(_bound(ours), _bound(theirs))
     if isinstance(ours, partial):
         return _equal((ours.func, ours.args, ours.keywords), (theirs.func, theirs.args, theirs.keywords))
     if isinstance(ours, dict):
@@ -320,3 +322,8 @@ def _equal(ours: Any, theirs: Any) -> bool:
     if (inside := _inside(ours)) is not None:
         return _equal(inside, _inside(theirs))
     return bool(ours == theirs)
+
+
+def _bound(made: FunctionType) -> list[Any]:
+    """What a function has beside its code."""
+    return [made.__defaults__, made.__kwdefaults__, *(cell.cell_contents for cell in made.__closure__ or ())]

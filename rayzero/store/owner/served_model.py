@@ -271,7 +271,7 @@ class ServedModel:
         if self.spec is None:
             self.spec = spec
             shard_map = owner_map(spec, self.service.num_owners, self.service.ownership)
-            self.leads = shard_map.owns(self.service.owner, 0)
+            self.leads = shard_map.owner(0) == self.service.owner
             if self.leads and self.lead is not None and not self._terms.replaces_owners:
                 for peer in self._peers:
                     peer.watch(self.lead.owner_failed)
