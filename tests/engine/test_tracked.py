@@ -288,6 +288,8 @@ def test_a_report_that_is_refused_takes_no_number() -> None:
     recent = RecentReports()
     with pytest.raises(ConfigError, match="'logits' is a Tensor"):
         recent.add(1, {"logits": torch.zeros(3)}, None)
+    with pytest.raises(ConfigError, match=r"report takes a mapping from names to values, got 2\.5"):
+        recent.add(1, 2.5, None)  # type: ignore[arg-type]
     assert recent.add(1, {}, None).number == 0
 
 

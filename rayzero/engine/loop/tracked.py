@@ -12,6 +12,7 @@ again. The receiver of reports knows them by their step and number, and takes ea
 from __future__ import annotations
 
 import logging
+import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
@@ -193,6 +194,8 @@ def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises ConfigError naming the first that is neither number, text nor None, or that nobody could read again.
     """
+    if not isinstance(metrics, Mapping):
+        raise ConfigError(f"report takes a mapping from names to values, got {reprlib.repr(metrics)}")
     plain = {str(name): _plain(value) for name, value in metrics.items()}
     for name, value in plain.items():
         if fault := fault_of(name, value):
