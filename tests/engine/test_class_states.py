@@ -17,6 +17,9 @@ from rayzero.convert.conversion import convert
 from rayzero.engine.context import RankContext, running_in
 from rayzero.engine.full_values import load_checkpoint
 from rayzero.kernels.optimizer_states import leaves
+from rayzero.slabs.sweep import list_slabs
+from rayzero.testing import run_ranks
+from tests.support import needs
 
 from .models import prepared_copy
 
@@ -110,3 +113,22 @@ def test_a_loop_has_the_bits_of_plain_torch_also_resumed_or_loaded(case: str, tm
     with running_in(RankContext()):
         _, optimizer = prepared_copy(mixed(), cls, config, resume=tmp_path / "back", lr=1e-2)
         assert same_states(optimizer.state_dict(), half)
+
+
+@needs.shared_memory
+@pytest.mark.parametrize(("cls", "expected"), [(torch.optim.Muon, 8), (torch.optim.AdamW, 12)])
+def test_masters_and_states_take_what_the_class_keeps(cls: Any, expected: int) -> None:
+    """In bytes a parameter, as the kernel counts the pages of an owner: fp32 masters, and one moment or two."""
+
+    def bytes_a_parameter(context: RankContext) -> float:
+        model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(8)])
+        count = sum(param.numel() for param in model.parameters())
+        model, optimizer = rayzero.prepare(model, cls(model.parameters(), lr=1e-2), ZeroConfig())
+        model(torch.ones(1, 256)).sum().backward()
+        optimizer.step()
+        rayzero.full_state_dict(model)  # the update is over
+        slabs = [slab for slab in list_slabs() if slab.header is not None and slab.header.facts.run == context.run]
+        pages = [slab.path.stat().st_blocks for slab in slabs if slab.header.facts.role in ("params", "state")]
+        return 512 * sum(pages) / count
+
+    assert run_ranks(bytes_a_parameter, 1, 1, "shm") == [pytest.approx(expected, rel=0.01)]
