@@ -1,5 +1,6 @@
 """A real vLLM follows a run: after an update it generates the tokens, with the probabilities, of one that is started
-from the export of the same version."""
+from the export of the same version. It reads whole weights in the memory of its host, or gets over the network what
+changed."""
 
 from __future__ import annotations
 
@@ -8,19 +9,22 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from followers.on_network import describe
 from torch import nn
 
 import rayzero
 from rayzero import ZeroConfig
 from rayzero.convert.conversion import convert
 from rayzero.engine.context import RankContext
+from rayzero.engine.prepare import COMPUTE_DTYPES
+from rayzero.owner.changes import Change, ChangeLog, Form
 from rayzero.testing import run_ranks
 from tests.support import needs
 from tests.support.waiting import until
@@ -34,11 +38,28 @@ pytestmark = [pytest.mark.thorough, pytest.mark.timeout(1500), needs.shared_memo
 
 MODELS: dict[str, Callable[[], nn.Module]] = {"llama": llama, "tied": qwen3, "mixtral": mixtral}
 VERSIONS = 1, 2, 4  # see vllm_reader.py
+WAYS = {  # transport, precision, a rate at which most 16-bit weights stay what they are
+    "whole": ("shm", "fp32", 3e-2),
+    "changes": ("grpc", "bf16", 1e-5),
+}
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MODELS)
-def test_what_vllm_generates_is_what_a_fresh_one_does(name: str, vllms_python: Path, tmp_path: Path) -> None:
+def test_what_vllm_generates_is_what_a_fresh_one_does(
+    name: str, way: str, vllms_python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
+    transport, precision, rate = WAYS[way]
+    given: list[Change] = []  # to vLLM
+    since = ChangeLog.since
+
+    def noted(log: ChangeLog, *args: int) -> Sequence[Change] | None:
+        found = since(log, *args)
+        given.extend(found or ())
+        return found
+
+    monkeypatch.setattr(ChangeLog, "since", noted)
     base: Any = MODELS[name]()
     base.save_pretrained(tmp_path / "start")
     tokens: dict[str, Any] = {}
@@ -62,9 +83,12 @@ def test_what_vllm_generates_is_what_a_fresh_one_does(name: str, vllms_python: P
     def train(context: RankContext) -> None:
         torch.set_num_threads(1)
         model = copy.deepcopy(base)
-        model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-2), ZeroConfig())
+        config = ZeroConfig(precision=precision)
+        model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters(), lr=rate), config)
         if context.rank == 0:
-            start(context.run)
+            if way == "changes":
+                describe(context, tmp_path)
+            start(str(tmp_path) if way == "changes" else context.run)
             take("start")
         for step in range(VERSIONS[-1]):
             model(**batch(name, step, context.rank)).loss.backward()
@@ -76,8 +100,9 @@ def test_what_vllm_generates_is_what_a_fresh_one_does(name: str, vllms_python: P
                 take(step + 1)
 
     try:
-        run_ranks(train, 2, 2, "shm", stall_timeout=LONG_S)
-        convert(tmp_path / "checkpoint", tmp_path / "export", config=tmp_path / "start" / "config.json")
+        run_ranks(train, 2, 2, transport, stall_timeout=LONG_S)
+        dtype, config = COMPUTE_DTYPES[precision], tmp_path / "start" / "config.json"
+        convert(tmp_path / "checkpoint", tmp_path / "export", dtype=dtype, config=config)
         take("fresh")
         assert engines[0].wait(LONG_S) == 0
     finally:
@@ -90,6 +115,7 @@ def test_what_vllm_generates_is_what_a_fresh_one_does(name: str, vllms_python: P
         assert [token for token, _ in found] == [token for token, _ in fresh]
         assert [logprob for _, logprob in found] == pytest.approx([logprob for _, logprob in fresh], abs=1e-4)
     assert len({json.dumps(each) for each in tokens.values()}) == len(tokens), "every version says something else"
+    assert any(change.form is Form.POSITIONS for change in given) == (way == "changes")
 
 
 QUANTIZED = """
