@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -225,11 +225,22 @@ KILLED = {
     "a-rank": row(RANK),
     "several": row(TOGETHER),
 }
+
+
+def soap_of_a_package(params: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+    """Keeps matrices of each axis, and lists of them."""
+    from pytorch_optimizer import SOAP
+
+    made: torch.optim.Optimizer = SOAP(params, lr=lr)
+    return made
+
+
 CLASSES: dict[str, Callable[..., Any]] = {
     "muon-and-adamw": muon_and_adamw,
     "adamw": functools.partial(torch.optim.AdamW, fused=True),  # whose bits its kernel has
     "momentum": momentum,
     "adafactor": torch.optim.Adafactor,
+    "soap-of-a-package": soap_of_a_package,
 }
 
 
@@ -257,7 +268,7 @@ def expected_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str,
 @pytest.mark.spread(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("row", KILLED)
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", [name for name in CLASSES if "package" not in name])
 def test_a_kill_changes_no_bit(
     name: str,
     row: str,
@@ -272,6 +283,16 @@ def test_a_kill_changes_no_bit(
         cells = {cell: tuple(map(at_the_step, faults)) for cell, faults in cells.items()}
     expected = expected_of(name, precision, len(cells))
     Disturbed(tmp_path, cells=cells, make=CLASSES[name], precision=precision).changes_no_bit(expected, caplog)
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("forked_with_compiler")
+def test_nor_does_one_with_a_class_of_a_package(
+    expected_of: Callable[[str, str, int], Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    name, cells = "soap-of-a-package", {cell: tuple(map(at_the_step, faults)) for cell, faults in row(TOGETHER).items()}
+    expected = expected_of(name, "fp32", len(cells))
+    Disturbed(tmp_path, cells=cells, make=CLASSES[name], precision="fp32").changes_no_bit(expected, caplog)
 
 
 NOT_KILLED: dict[str, tuple[Cells, Transport, float]] = {
