@@ -325,7 +325,7 @@ def again_after(
 ) -> Any:
     """What comes of a run that starts again after ``FIRST``."""
     monkeypatch.setattr(driver_module, "refuse_name_in_use", refuses)
-    monkeypatch.setattr(driver_module, "_attempt", attempt)
+    monkeypatch.setattr(driver_module, "_run_once", attempt)
     monkeypatch.setattr(driver_module.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(driver_module, "replace", lambda request, scaling: request)
     unchanged = SimpleNamespace(path=Path("nowhere"), rows_until=-1, start="starting anew", restart=lambda: None)

@@ -26,6 +26,7 @@ from rayzero.store.rank.connection import Announce, Epochs, GradientSender, Join
 from rayzero.store.rank.gradient_region import GradientPool, GradientRegion, gradient_region
 from rayzero.store.rank.pushes import Pushes, Route
 from rayzero.telemetry.recorder import NullRecorder
+from tests.support.waiting import until
 
 from .toy import WAIT, flatten, make_spec, random_grads
 
@@ -158,7 +159,7 @@ def test_a_push_is_written_when_its_range_is_free_and_told_after_that() -> None:
         done.result(WAIT)
     assert told == [(1, 2.0), (2, 3.0)]
     assert asked == [(UNIT, 0)], "once a step"
-    assert landed == [0, 1]
+    until(lambda: landed == [0, 1], WAIT, "both are said to have landed, after what waits for them goes on")
     pushes.close()
     waiting = pushes.push(route, push_of(0, step=1), ones, lambda: landed.append(2))
     frees[1].set_result(0)  # too late: the store was closed

@@ -116,6 +116,8 @@ class Transfer:
             answer = read_answer(coming.message)
             more = answer.more
             with self._lock:
+                if self._is_aborted:  # it was here before: the connection is of no use to another transfer
+                    raise StreamEndedError("nothing comes any more")
                 self.has_ended = not more
             yield answer.response
 
