@@ -767,7 +767,7 @@ STALLS: dict[str, tuple[Callable[[Rank], Future[Any]], str]] = {
 def test_a_wait_that_stalls_names_who_waits_for_what(make_stores: StoreFactory, wait: str) -> None:
     call, named = STALLS[wait]
     with (
-        started(make_stores(2, 2, stall_timeout=0.3), make_spec(2)) as ranks,
+        started(make_stores(2, 2, stall_timeout=1.0), make_spec(2)) as ranks,
         pytest.raises(StallError, match=named),
     ):
         call(ranks[0]).result(WAIT)

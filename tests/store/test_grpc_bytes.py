@@ -147,7 +147,7 @@ def test_a_fetch_that_stalls_between_shards_says_so_and_ends_its_call() -> None:
     with (
         patch.object(tensor_port, "OwnerStream", Halting),
         serving() as servers,
-        connected(servers, stall_timeout=0.3) as stores,
+        connected(servers, stall_timeout=1.0) as stores,
     ):
         (rank,) = start(stores, spec)
         waiting, _ = rank.fetch_unit(1)
