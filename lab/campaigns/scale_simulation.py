@@ -149,7 +149,7 @@ def point(run: Run, plan: UnitPlan, model: str, way: str, tokens: int) -> Point:
     run = replace(run, options=(WAYS | MESSAGES | SHARDS)[way])
     ranks, owners = len(run.rank_hosts), len(run.owner_hosts)
     shards = shard_map_for(plan.layout, owners, run.zero.shard_map)
-    largest = max(range(owners), key=lambda owner: sum(shards.sizes[shard] for shard in shards.shards_of(owner)))
+    largest = max(range(owners), key=shards.weight_of)
     began = time.perf_counter()
     owner = plan_owner(plan.layout, shards, largest, ranks, 1, splits=splits_masters(run.zero.kernel, run.zero.moments))
     found = simulate(run, steps=3, resolution=RESOLUTION * sum(run.compute.forward))

@@ -176,6 +176,10 @@ class ShardMap:
         """How many items ``owner`` has."""
         return len(self.shards_of(owner))
 
+    def weight_of(self, owner: int) -> int:
+        """The weights of all items of ``owner``."""
+        return sum(self.weights[shard] for shard in self.shards_of(owner))
+
     @cached_property
     def _items(self) -> tuple[tuple[int, ...], ...]:
         items: list[list[int]] = [[] for _ in range(self.num_owners)]

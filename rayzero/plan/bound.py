@@ -113,9 +113,7 @@ def step_traffic(
         gradients=GradientBytes.of(layout.units, pushes),
         published=gradients,
         update=summed + states + published,
-        products=()
-        if update_work is None
-        else tuple(sum(update_work[shard] for shard in owned.shards_of(owner)) for owner in range(owned.num_owners)),
+        products=() if update_work is None else tuple(map(owned.weight_of, range(owned.num_owners))),
         multiplied=max(on_ranks.values(), default=0),
     )
 

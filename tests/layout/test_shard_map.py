@@ -20,7 +20,7 @@ makers = st.sampled_from([ShardMap.round_robin, ShardMap.contiguous, ShardMap.ba
 
 
 def loads(shard_map: ShardMap) -> list[int]:
-    return [sum(shard_map.sizes[shard] for shard in shard_map.shards_of(k)) for k in range(shard_map.num_owners)]
+    return [shard_map.weight_of(owner) for owner in range(shard_map.num_owners)]
 
 
 # ---- documented vectors -----------------------------------------------------------------------------------------
@@ -184,13 +184,13 @@ def test_resident_bytes_of_an_element_under_adam() -> None:
 @pytest.mark.parametrize("make", [ShardMap.round_robin, ShardMap.contiguous, ShardMap.balanced])
 def test_edges_are_defined(make: Callable[[list[int], int], ShardMap]) -> None:
     empty = make([], 3)
-    assert (empty.owners, empty.shards_of(2)) == ((), ())
+    assert (empty.owners, empty.shards_of(2), empty.weight_of(2)) == ((), (), 0)
     more_owners = make([5, 5], 4)
     assert sorted(more_owners.num_shards_of(k) for k in range(4)) == [0, 0, 1, 1]
     for wrong in (0, -1):
         with pytest.raises(ConfigError, match="at least 1 owner"):
             make([1], wrong)
-    for ask in (more_owners.shards_of, more_owners.num_shards_of):
+    for ask in (more_owners.shards_of, more_owners.weight_of, more_owners.num_shards_of):
         for owner in (4, -1):
             with pytest.raises(ConfigError, match=r"owner must be in 0\.\.3"):
                 ask(owner)
