@@ -289,8 +289,8 @@ def _read(files: Sequence[Path], max_bytes: int | None) -> list[bytes]:
     for path in files:
         try:
             with path.open("rb") as file:
-                size = os.fstat(file.fileno()).st_size  # read(n) takes memory for n bytes, whatever the file has
-                text = file.read(size if left is None else min(left, size))
+                # read(n) takes memory for n bytes, whatever the file has
+                text = file.read() if left is None else file.read(min(left, os.fstat(file.fileno()).st_size))
         except OSError as exc:
             raise DataError(f"data: cannot read {path}: {exc.strerror}") from exc
         texts.append(text)
