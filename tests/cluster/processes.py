@@ -18,7 +18,6 @@ import psutil
 
 from rayzero.cluster.files.run_record import read_record
 from rayzero.slabs.sweep import list_slabs
-from tests.support.leftovers import lives
 
 SCRIPT = Path(__file__).with_name("script_run.py")
 _started: list[subprocess.Popen[str]] = []  # by the present test
@@ -72,14 +71,6 @@ def everyone_of(pid: int) -> list[psutil.Process]:
     """A process and all below it."""
     process = psutil.Process(pid)
     return [process, *process.children(recursive=True)]
-
-
-def still_there(processes: Iterable[psutil.Process], timeout_s: float) -> list[str]:
-    """Those that have not ended after a while, by command line."""
-    alive, until = list(processes), time.monotonic() + timeout_s
-    while (alive := [process for process in alive if lives(process)]) and time.monotonic() < until:
-        time.sleep(0.02)
-    return [" ".join(process.cmdline()) for process in alive]
 
 
 def listens(address: str) -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from .processes import still_there
+from tests.support.leftovers import still_there
 
 RAY = Path(sys.executable).with_name("ray")
 

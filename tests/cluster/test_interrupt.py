@@ -11,6 +11,7 @@ import pytest
 from rayzero.cluster.files.metrics_log import read_log
 from rayzero.cluster.files.run_record import read_record, run_status
 from rayzero.slabs.sweep import list_slabs
+from tests.support.leftovers import still_there
 
 from .processes import (
     everyone_of,
@@ -18,7 +19,6 @@ from .processes import (
     listens,
     shared_memory,
     start_script,
-    still_there,
     until_it_trains,
 )
 

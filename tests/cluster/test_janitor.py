@@ -32,9 +32,8 @@ from rayzero.protocol.ownership import Ownership
 from rayzero.slabs.sweep import SHARED_MEMORY, Hold, held_in, sweep
 from tests.forked import Forked, forked
 from tests.support import needs
+from tests.support.leftovers import still_there
 from tests.support.waiting import until
-
-from .processes import still_there
 
 pytestmark = pytest.mark.timeout(120)
 

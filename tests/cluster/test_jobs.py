@@ -16,8 +16,9 @@ import pytest
 
 from rayzero.cluster.files.run_record import read_record
 from rayzero.convert.remote_checkpoints import newest_checkpoint
+from tests.support.leftovers import still_there
 
-from .processes import SCRIPT, listens, start_script, still_there, until_it_trains
+from .processes import SCRIPT, listens, start_script, until_it_trains
 from .ray_cluster import Cluster, run_ray, submit
 from .ray_cluster import one_node as a_node
 

@@ -25,9 +25,10 @@ from rayzero.engine.context import RankContext
 from rayzero.slabs.sweep import SHARED_MEMORY
 from rayzero.testing import run_ranks
 from tests.support import needs
+from tests.support.leftovers import still_there
 
 from .killed_run import train
-from .processes import everyone_of, start_script, still_there, until_it_says
+from .processes import everyone_of, start_script, until_it_says
 from .ray_cluster import Cluster, two_nodes
 
 pytestmark = [

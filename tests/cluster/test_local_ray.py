@@ -18,8 +18,9 @@ from rayzero.cluster.nodes import worker_fork
 from rayzero.cluster.nodes.local_ray import NOT_FOR_RAY, LocalRay, begin_ray
 from rayzero.cluster.nodes.session import ray_session
 from rayzero.errors import RunFailedError
+from tests.support.leftovers import still_there
 
-from .processes import everyone_of, still_there
+from .processes import everyone_of
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.promise("refused", "hosts")]
 

@@ -31,9 +31,9 @@ from rayzero.config import RunConfig
 from rayzero.config.choices import require_loggers
 from rayzero.engine import get_context, report, save_checkpoint
 from rayzero.errors import ConfigError
+from tests.support.leftovers import still_there
 from tests.support.waiting import until
 
-from .processes import still_there
 from .tiny import tiny_steps
 
 Steps = list[tuple[int, float]]

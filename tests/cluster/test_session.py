@@ -16,8 +16,9 @@ from rayzero.cluster.files.run_record import read_record
 from rayzero.cluster.nodes import session
 from rayzero.cluster.nodes.ray_address import RayAddress
 from rayzero.cluster.nodes.session import ray_session
+from tests.support.leftovers import still_there
 
-from .processes import everyone_of, start_script, still_there
+from .processes import everyone_of, start_script
 
 
 def terminate(*_: Any, **__: Any) -> None:

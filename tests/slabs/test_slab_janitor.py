@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from rayzero.slabs.sweep import SlabJanitor, clear_up, held_in, main, sweep
-from tests.support.leftovers import lives
+from tests.support.leftovers import still_there
 from tests.support.waiting import until
 
 from .test_hold import leave, made
@@ -66,23 +66,13 @@ def start(makers: list[subprocess.Popen[str]], *arguments: object) -> tuple[psut
     return psutil.Process(found), child
 
 
-def ended(process: psutil.Process) -> bool:
-    """Whether it ends soon."""
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        if not lives(process):
-            return True
-        time.sleep(0.02)
-    return False
-
-
 def test_it_removes_what_its_dead_maker_has_left_after_its_patience(tmp_path: Path, makers: list) -> None:
     found, _ = start(makers, tmp_path, 1.0)
     assert psutil.Process(makers[0].pid).children() == [], "Ray would kill them with an actor"
     leave(tmp_path, "one")
     began = time.monotonic()
     makers[0].kill()
-    assert ended(found)
+    assert still_there([found], timeout_s=30) == []
     assert time.monotonic() - began > 1.0, "a successor may need it"
     assert list(tmp_path.iterdir()) == []
 
@@ -90,7 +80,7 @@ def test_it_removes_what_its_dead_maker_has_left_after_its_patience(tmp_path: Pa
 def test_it_waits_for_nobody_if_nothing_is_left(tmp_path: Path, makers: list) -> None:
     found, _ = start(makers, tmp_path, 3600.0)
     makers[0].kill()
-    assert ended(found)
+    assert still_there([found], timeout_s=30) == []
 
 
 def test_a_child_that_holds_its_makers_pipe_does_not_keep_it_waiting(tmp_path: Path, makers: list) -> None:
@@ -100,7 +90,7 @@ def test_a_child_that_holds_its_makers_pipe_does_not_keep_it_waiting(tmp_path: P
     leave(tmp_path, "one")
     makers[0].kill()
     try:
-        assert ended(found)
+        assert still_there([found], timeout_s=30) == []
         assert psutil.pid_exists(child)
         assert list(tmp_path.iterdir()) == []
     finally:
@@ -112,7 +102,7 @@ def test_a_maker_that_ends_well_takes_it_along_and_removes_what_others_have_left
     leave(tmp_path, "one")
     makers[0].communicate("end\n", timeout=30)
     assert makers[0].returncode == 0
-    assert ended(found)
+    assert still_there([found], timeout_s=30) == []
     assert list(tmp_path.iterdir()) == []
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from threading import Thread
 
 import psutil
@@ -36,6 +36,14 @@ def lives(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def still_there(processes: Iterable[psutil.Process], timeout_s: float) -> list[str]:
+    """Those that have not ended after a while, by command line."""
+    alive, until = list(processes), time.monotonic() + timeout_s
+    while (alive := [process for process in alive if lives(process)]) and time.monotonic() < until:
+        time.sleep(0.02)
+    return [" ".join(process.cmdline()) for process in alive]
 
 
 def open_files() -> int:
