@@ -110,6 +110,12 @@ def test_an_address_that_is_none_is_refused(noted: Path, monkeypatch: pytest.Mon
         find_ray()
 
 
+def test_a_port_out_of_range_is_not_the_one_that_the_c_library_makes_of_it(answering: str) -> None:
+    host, _, port = answering.rpartition(":")
+    assert silence_at(f"{host}:{int(port) + 65_536}") == "ports end at 65535"
+    assert silence_at(answering) is None
+
+
 def test_a_process_that_is_stopped_takes_connections_and_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_address, "_ANSWER_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as mute:

@@ -18,6 +18,7 @@ from ray._private.utils import read_ray_address
 
 import rayzero
 from rayzero.errors import ConfigError
+from rayzero.telemetry.http import LAST_PORT
 
 VARIABLE = "RAY_ADDRESS"
 
@@ -91,13 +92,13 @@ def silence_at(address: str) -> str | None:
     parsed = parse_address(address)
     if parsed is None or not parsed[1].isdigit():
         return "it is not HOST:PORT"
+    if int(parsed[1]) > LAST_PORT:  # the C library would ask the port that is 65,536 lower
+        return f"ports end at {LAST_PORT}"
     try:
         with socket.create_connection((parsed[0].strip("[]"), int(parsed[1])), timeout=_ANSWER_S) as connection:
             return None if _encrypted() or _speaks_http2(connection) else "the program that listens there is not Ray"
     except TimeoutError:
         return f"no answer within {_ANSWER_S:g} s"
-    except OverflowError:
-        return "the port is out of range"
     except OSError as error:
         return error.strerror or str(error)
 
