@@ -99,11 +99,13 @@ def _is_held(hold: Path) -> bool:
     return False
 
 
-def left_in_shared_memory(before: set[str], timeout_s: float = 20.0) -> set[str]:
-    """Files that were not in ``before`` and stay: those that another run's killed processes leave are soon swept."""
-    deadline = time.monotonic() + timeout_s
-    while (left := shared_memory() - before) and time.monotonic() < deadline:
+def left_in_shared_memory(before: set[str], timeout_s: float = 60.0) -> set[str]:
+    """Files that are there now, were not in ``before`` and stay: those that another run's killed processes leave are
+    swept at some time."""
+    left, deadline = shared_memory() - before, time.monotonic() + timeout_s
+    while left and time.monotonic() < deadline:
         time.sleep(0.2)
+        left &= shared_memory()
     return left
 
 

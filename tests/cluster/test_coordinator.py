@@ -4,7 +4,6 @@ of the optimizers; tests/dashboards/test_live.py has a real one."""
 from __future__ import annotations
 
 import asyncio
-import socket
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
@@ -17,6 +16,8 @@ from rayzero.elastic.reform import Step
 from rayzero.telemetry import names
 from rayzero.telemetry.metric import Metric, Role
 from rayzero.telemetry.scrape import Viewer
+
+from .ray_cluster import free_port
 
 
 def read_of(*batches: list[Report]) -> list[list[int]]:
@@ -72,11 +73,9 @@ def test_another_coordinator_may_be_told_twice_of_the_run(monkeypatch, tmp_path)
     """Once for a life that died before it answered, and Ray asks the next one; once more when the driver sees that."""
     member = Member(who="coordinator", pid=1, node="n", host=LOOPBACK)
     monkeypatch.setattr(coordinator, "this_process", lambda who: member)
-    with socket.create_server((LOOPBACK, 0)) as free:
-        port = free.getsockname()[1]
     settings = ExporterSettings(
-        run="demo", role=Role.COORDINATOR, who="coordinator", index=None, node=LOOPBACK, host=LOOPBACK, port=port,
-        slab_dir=Path(tmp_path), trace=False,
+        run="demo", role=Role.COORDINATOR, who="coordinator", index=None, node=LOOPBACK, host=LOOPBACK,
+        port=free_port(), slab_dir=Path(tmp_path), trace=False,
     )  # fmt: skip
     made = coordinator.Coordinator("demo", None, 100.0)
 

@@ -118,6 +118,7 @@ class Served:
 @pytest.fixture
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     monkeypatch.setattr(live_page, "_LEAST_S", 0.1)
+    monkeypatch.setattr(live_page, "_ANSWER_S", 60.0)  # a busy machine answers late
     monkeypatch.setattr("rayzero.telemetry.http.REFRESH_S", 0.0)
     processes = [Process.made(role, index) for role in (Role.RANK, Role.OPTIMIZER) for index in (0, 1)]
     now = time.time()

@@ -66,7 +66,7 @@ def test_discovery_that_names_nobody_or_is_none_is_one_line(said, why, tmp_path)
 
 @pytest.mark.parametrize("dripping", ["the coordinator", "rank 0"])
 def test_one_that_drips_bytes_is_left_behind_and_named(dripping, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(tracing, "_ANSWER_S", 0.5)
+    monkeypatch.setattr(tracing, "_ANSWER_S", 3.0)  # a busy machine answers late, too
     with served_by(drip) as slow:
         rank = Target(address=slow, run="demo", role=Role.RANK, node="n", index=0)
         page = Page("application/json", lambda: service_discovery([rank]))
@@ -74,7 +74,7 @@ def test_one_that_drips_bytes_is_left_behind_and_named(dripping, tmp_path, monke
             asked = slow if dripping == "the coordinator" else exporter.address
             record = record_of(tmp_path, state="running", telemetry={"http_sd": f"http://{asked}/sd", "targets": []})
             with pytest.raises(
-                RunFailedError, match=f"^{dripping} of run 'demo' does not answer at http://{slow}/.*within 0.5 s"
+                RunFailedError, match=f"^{dripping} of run 'demo' does not answer at http://{slow}/.*within 3 s"
             ):
                 trace_run(record, 1.0)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from engine.models import Batches, seeded
@@ -327,7 +328,7 @@ class Disturbed:
         for index, fault in enumerate(self.faults.faults):
             struck = self.faults.struck(index)
             assert struck is not None, f"{fault}: it has struck"
-            assert not Path(f"/proc/{struck.pid}").exists(), f"{fault}: who was struck has ended"
+            until(lambda pid=struck.pid: not psutil.pid_exists(pid), what=f"{fault}: who was struck goes on")
         assert Counter(line.removesuffix(DIED) for line in said if line.endswith(DIED)) == self.deaths
         self.check_nothing_left()
 
@@ -337,8 +338,13 @@ class Disturbed:
         named = self.folder / "run"  # if a loop began
         run = named.read_text() if named.exists() else ""
         for directory in {SHARED_MEMORY, *self.hosts.values()}:
-            there = [slab for slab in list_slabs(directory) if slab.header is not None]
-            assert [slab.path for slab in there if slab.header.facts.run == run] == []
+            until(lambda there=directory: slabs_of(run, there) == [], what=f"{run} has left slabs in {directory}")
+
+
+def slabs_of(run: str, directory: Path) -> list[Path]:
+    """The files of a run's slabs."""
+    there = [slab for slab in list_slabs(directory) if slab.header is not None]
+    return [slab.path for slab in there if slab.header.facts.run == run]
 
 
 @contextmanager

@@ -97,6 +97,7 @@ DEATHS = {
 
 @needs.shared_memory
 @pytest.mark.thorough
+@pytest.mark.usefixtures("forked_with_compiler")
 @pytest.mark.parametrize("fault", DEATHS.values(), ids=DEATHS)
 @pytest.mark.parametrize("loads", [False, True], ids=["", "loaded"])
 def test_an_owner_that_dies_about_a_later_group_changes_no_bit(fault: Fault, loads: bool, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ from tests.support import needs
 from tests.support.faults import Fault, Faults
 from tests.support.waiting import until
 
-from .disturbed import another_host, differences, missed
+from .disturbed import another_host, differences, missed, slabs_of
 from .test_scaling_cases import wait_for_epoch
 
 pytestmark = needs.shared_memory
@@ -124,8 +124,7 @@ def scaled(
     until(lambda: multiprocessing.active_children() == [])
     run = (folder / "run").read_text()
     for directory in {SHARED_MEMORY, *more.get("hosts", {}).values()}:
-        left = [slab for slab in list_slabs(directory) if slab.header is not None and slab.header.facts.run == run]
-        assert [slab.path for slab in left] == []
+        until(lambda there=directory: slabs_of(run, there) == [], what=f"{run} has left slabs in {directory}")
     return found
 
 

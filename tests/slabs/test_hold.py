@@ -85,7 +85,7 @@ def test_who_continues_a_run_ends_the_hold_of_its_janitor_alone(
     end_hold(tmp_path, "two")
     assert process.poll() is None
     end_hold(tmp_path, "one")
-    process.communicate(timeout=5)
+    process.communicate(timeout=60)
     assert process.returncode == -signal.SIGTERM
     assert [held.pid for held in held_in(tmp_path)] == [os.getpid()]
     assert sweep(tmp_path) == [], "the new driver holds it"
@@ -105,7 +105,7 @@ def test_the_doctor_removes_what_a_janitor_keeps(tmp_path: Path) -> None:
     leave(tmp_path, "one")
     process = holder(tmp_path)
     assert swept(tmp_path)[-1].startswith("slabs of dead processes removed: 1, ")
-    process.communicate(timeout=5)
+    process.communicate(timeout=60)
     assert list(tmp_path.iterdir()) == []
 
 

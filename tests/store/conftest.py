@@ -9,9 +9,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from clock import StallClock
 
 from rayzero.slabs.sweep import SHARED_MEMORY
+from rayzero.store.host import waits
 from store.stores import STORES, StoreFactory
+from store.toy import WAIT
 
 FIRST_TIER = ("inprocess", "shm", "sums", "mixed", "door")  # each way that bytes go is in one of them
 
@@ -68,3 +71,13 @@ def slab_dir() -> Iterator[Path]:
     """A folder in shared memory where no other test's sweep comes."""
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY, prefix="test-") as directory:
         yield Path(directory)
+
+
+@pytest.fixture
+def stall_clock(monkeypatch: pytest.MonkeyPatch) -> StallClock:
+    """For stores of this process that are made after it."""
+    clock = StallClock()
+    monkeypatch.setattr(waits, "monotonic", clock)
+    monkeypatch.setattr(waits, "_POLL_S", 0.05)  # between two looks
+    monkeypatch.setattr(waits, "_ANSWER_S", (WAIT, WAIT))
+    return clock

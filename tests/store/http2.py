@@ -42,14 +42,14 @@ class UnendedCalls:
         self._socket.sendall(b"".join(opening))
 
     def send(self, most_bytes: int, quiet_s: float) -> None:
-        """Send until the server has let nothing through for ``quiet_s``, or ``most_bytes`` have been sent."""
+        """Send until the server lets nothing through and ends nothing for ``quiet_s``, or ``most_bytes`` are sent."""
         moved = time.monotonic()
         while time.monotonic() - moved < quiet_s and self.sent < most_bytes:
-            before = self.sent
+            before = self.sent, len(self.ended)
             for stream in list(self._left):
                 self._send_some(stream)
             self._take(0.05)
-            if self.sent > before:
+            if (self.sent, len(self.ended)) != before:
                 moved = time.monotonic()
 
     def _send_some(self, stream: int) -> None:

@@ -6,8 +6,8 @@ import ctypes
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 _READ_BYTES = 1 << 14
 
@@ -140,15 +140,23 @@ class Proxy:
                     _reset(each)
                 _shut(each)
 
-    def refuse(self, seconds: float) -> None:
-        """Cut, and refuse connections for a while."""
+    @contextmanager
+    def down(self) -> Iterator[None]:
+        """Cut, and refuse connections until this context ends."""
         with self._refusing:
             _shut(self._listener)
             self._listener.close()
             self.cut()
+            try:
+                yield
+            finally:
+                if not self._closed:
+                    self._listener = self._listen()
+
+    def refuse(self, seconds: float) -> None:
+        """Cut, and refuse connections for a while."""
+        with self.down():
             time.sleep(seconds)
-            if not self._closed:
-                self._listener = self._listen()
 
     def freeze(self) -> None:
         """Pass nothing on any more, not even the end of a connection."""

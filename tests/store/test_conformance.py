@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from clock import StallClock
 
 from rayzero.checkpoint.manifest import MANIFEST, rank_file_name
 from rayzero.checkpoint.reader import CheckpointReader
@@ -764,13 +765,12 @@ STALLS: dict[str, tuple[Callable[[Rank], Future[Any]], str]] = {
 
 
 @pytest.mark.parametrize("wait", STALLS)
-def test_a_wait_that_stalls_names_who_waits_for_what(make_stores: StoreFactory, wait: str) -> None:
+def test_a_wait_that_stalls_names_who_waits_for_what(
+    make_stores: StoreFactory, stall_clock: StallClock, wait: str
+) -> None:
     call, named = STALLS[wait]
-    with (
-        started(make_stores(2, 2, stall_timeout=1.0), make_spec(2)) as ranks,
-        pytest.raises(StallError, match=named),
-    ):
-        call(ranks[0]).result(WAIT)
+    with started(make_stores(2, 2), make_spec(2)) as ranks, pytest.raises(StallError, match=named):
+        stall_clock.stall(call(ranks[0]))
 
 
 # ---- rule 9: handshake

@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from clock import StallClock
 
 from rayzero.errors import StallError, StoreError
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
@@ -132,7 +133,7 @@ def test_an_owner_refuses_a_wire_format_that_does_not_fit_the_unit() -> None:
 # ---- small units travel together
 
 
-def test_a_fetch_that_stalls_between_shards_says_so_and_ends_its_call() -> None:
+def test_a_fetch_that_stalls_between_shards_says_so_and_ends_its_call(stall_clock: StallClock) -> None:
     """The owner sends one shard of a visit to a thread, and does not get to the next."""
     spec, ended = make_spec(1), threading.Event()
 
@@ -147,13 +148,13 @@ def test_a_fetch_that_stalls_between_shards_says_so_and_ends_its_call() -> None:
     with (
         patch.object(tensor_port, "OwnerStream", Halting),
         serving() as servers,
-        connected(servers, stall_timeout=1.0) as stores,
+        connected(servers, stall_timeout=60.0) as stores,
     ):
         (rank,) = start(stores, spec)
         waiting, _ = rank.fetch_unit(1)
         says = r"rank 0 waits \S+ s for layers.0 v0 from optimizer 0: 1/\d shards are here"
         with pytest.raises(StallError, match=says):
-            waiting.result(WAIT)
+            stall_clock.stall(waiting)
         assert ended.wait(WAIT)
 
 

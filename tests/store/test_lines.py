@@ -30,7 +30,7 @@ from rayzero.store.host.transfer_calls import Sending
 from rayzero.store.owner.entrances import lobby as entrance
 from rayzero.store.owner.entrances.lobby import CallsInMemory, ParcelStream
 from rayzero.store.owner.streams import ShardDestination
-from rayzero.store.shm import lines
+from rayzero.store.shm import lines, signals
 from rayzero.store.shm.lines import QUESTION_BYTES, Line, Lobby, Parcel
 from rayzero.store.shm.mailbox import SLOTS
 from rayzero.store.shm.signals import available
@@ -224,7 +224,10 @@ time.sleep(WAIT)
     assert list_slabs(slab_dir) == []
 
 
-def test_the_death_of_the_owner_breaks_calls_and_notices_at_once(slab_dir: Path) -> None:
+def test_the_death_of_the_owner_breaks_calls_and_notices_at_once(
+    slab_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signals, "_LISTEN_S", 600.0)  # not at a listener's next look, which would come once a second
     program = """
 import asyncio, pathlib, signal, sys
 from store.test_lines import Calls, WAIT, lobby
@@ -247,10 +250,8 @@ with lobby(pathlib.Path(sys.argv[1]), calls):
             started = channel.start("Describe", pb.DescribeRequest(), WAIT)
             assert process.said() == "asked"
             process.kill()
-            began = time.monotonic()
             with pytest.raises(BrokenLinkError, match="rank 5, optimizer 0: the owner's process has died"):
                 list(notices)
-            assert time.monotonic() - began < 0.5, "not at a look that comes once a second"
             with pytest.raises(BrokenLinkError, match="has died"):
                 channel.answer(started)
 

@@ -35,6 +35,7 @@ from store.proxy import Proxy, all_of
 from store.stores import TOKEN, connect, connected, owner_process, seeing_transfers
 from store.toy import WAIT, equal, make_large_spec, masters, random_grads, start, started, take_step
 from store.toy import make_spec as toy_spec
+from tests.support.waiting import until
 
 SHARES = why_no_sharing() is None
 
@@ -357,9 +358,15 @@ def test_a_break_is_logged_and_counted_once_at_each_end(caplog: pytest.LogCaptur
         ThreadPoolExecutor(1) as threads,
         caplog.at_level(logging.WARNING, "rayzero.store"),
     ):
-        made.for_ranks[1].refuse(0.3)
-        threads.submit(made.for_lead[1].refuse, 1.5)  # the lead notices it at its next call
-        take_step(ranks, [random_grads(spec, 1), random_grads(spec, 2)])
+        with made.for_lead[1].down():
+            with made.for_ranks[1].down():
+                seen = [f"rank {number} lost the link to optimizer 1 " for number in range(2)]
+                seen += [f"optimizer 1 lost the link to rank {number}" for number in range(2)]
+                until(lambda: all(any(text.startswith(one) for text in caplog.messages) for one in seen))
+                time.sleep(0.25)
+            step = threads.submit(take_step, ranks, [random_grads(spec, 1), random_grads(spec, 2)])
+            until(lambda: "the lead lost the link to optimizer 1 " in caplog.text)  # it notices at its next call
+        step.result(WAIT)
         for rank in ranks:
             rank.fetch()
         assert made.at_owners.total(LINK_RECONNECTS, peer="rank") == 2
@@ -442,22 +449,23 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_rank_of_another_host_whose_link_stays_down_is_gone_after_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere(monkeypatch)
     spec = toy_spec(2)
+    monkeypatch.setattr(handshake, "LEASE", 0.1)
     with net(spec) as made, Proxy(made.servers[made.lead].address) as theirs:
         near = [server.address for server in made.servers]
         far = [theirs.address if owner == made.lead else address for owner, address in enumerate(near)]
         stores = [
-            RankStore(RemoteConnection(rank, addresses, RankTerms(token=TOKEN, stall_timeout=4.0)))
+            RankStore(RemoteConnection(rank, addresses, RankTerms(token=TOKEN, stall_timeout=60.0)))
             for rank, addresses in enumerate((near, far))
         ]
         ranks = start(stores, spec)
-        theirs.refuse(0.5)  # it comes back
+        theirs.refuse(0.5)  # it comes back within its lease
         take_step(ranks, [random_grads(spec, 1), random_grads(spec, 2)])
         theirs.stop()
         began = time.monotonic()
         norm = ranks[0].finish()
-        with pytest.raises(RankLeftError, match=r"rank 1 left .*\(its link broke 2 s ago and did not come back\)"):
+        with pytest.raises(RankLeftError, match=r"rank 1 left .*\(its link broke 6 s ago and did not come back\)"):
             norm.result(WAIT)
-        assert time.monotonic() - began > 1.5
+        assert time.monotonic() - began > 5.5
         for store in stores:
             store.close()
 
@@ -473,12 +481,13 @@ def test_a_supervisor_that_knows_ends_the_wait_for_a_rank_at_once(monkeypatch: p
             norm.result(WAIT)
 
 
-def test_a_rank_that_is_alive_on_this_host_keeps_its_place_without_a_link(tmp_path: Path) -> None:
+def test_a_rank_that_is_alive_on_this_host_keeps_its_place_without_a_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its links are refused for longer than its lease; owners see that its process lives."""
     spec = toy_spec(2)
-    with net(spec) as made, ranks_of(made, spec, stall_timeout=8.0) as ranks:
+    monkeypatch.setattr(handshake, "LEASE", 2.0 / 60.0)
+    with net(spec) as made, ranks_of(made, spec, stall_timeout=60.0) as ranks:
         norm = ranks[0].finish()
-        all_of(made.for_ranks, lambda proxy: proxy.refuse(4.5))()
+        all_of(made.for_ranks, lambda proxy: proxy.refuse(3.0))()
         ranks[1].fetch()
         ranks[1].push(random_grads(spec, 1))
         ranks[1].finish().result(WAIT)

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from clock import StallClock
 
-from rayzero.errors import StoreClosedError, StoreError
+from rayzero.errors import StallError, StoreClosedError, StoreError
 from rayzero.protocol.messages import ATTEMPTS, COMPUTE, LoopState, MeanInput
 from store.stores import STORES, StoreFactory, Stores
 from store.toy import WAIT, Grads, Rank, ask_norms, equal, make_spec, push_all, random_grads, start, take_step
@@ -265,11 +266,11 @@ def test_a_save_is_asked_for_again(make_stores: StoreFactory, tmp_path: Path) ->
         assert late.save(0, tmp_path / "ck", ()).result(WAIT) == saves[0].result(WAIT)
 
 
-def test_the_others_are_told_who_is_replaced(make_stores: StoreFactory) -> None:
-    with make_stores(2, 2, stall_timeout=1.0) as stores:
+def test_the_others_are_told_who_is_replaced(make_stores: StoreFactory, stall_clock: StallClock) -> None:
+    with make_stores(2, 2) as stores:
         (first, old), grads = begun(stores)
         new = stores.again(1)
         new.attach(old.spec)
         first.push(grads[0])
-        with pytest.raises(StoreError, match="rank 1 has not finished step 0"):
-            first.finish().result(WAIT)
+        with pytest.raises(StallError, match="rank 1 has not finished step 0"):
+            stall_clock.stall(first.finish())

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from clock import StallClock
 
 from rayzero.errors import ConfigError, RankLeftError, StallError, StepMismatchError, StoreError
 from rayzero.lead.lead import StepLead
@@ -143,12 +144,12 @@ def test_a_rank_that_finished_may_be_waited_for_in_a_mean(make_stores: StoreFact
         finished.result(WAIT)
 
 
-def test_the_calls_of_a_rank_that_gave_up_still_count(make_stores: StoreFactory) -> None:
-    with started(make_stores(2, 2, stall_timeout=1.5), make_spec(2)) as ranks:
+def test_the_calls_of_a_rank_that_gave_up_still_count(make_stores: StoreFactory, stall_clock: StallClock) -> None:
+    with started(make_stores(2, 2), make_spec(2)) as ranks:
         with pytest.raises(
             StallError, match=r"rank 0 waits \S+ s for the mean of 'loss': rank 1 has not made call 1 of"
         ):
-            ranks[0].store.mean(named(loss=1.0)).result(WAIT)
+            stall_clock.stall(ranks[0].store.mean(named(loss=1.0)))
         assert means(ranks[1:], [named(loss=2.0)]) == [(1.5,)]
         assert means(ranks, [named(loss=2.0)] * 2) == [(2.0,)] * 2
 

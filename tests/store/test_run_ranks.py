@@ -26,9 +26,10 @@ from rayzero.telemetry.recorder import MemoryRecorder
 from rayzero.testing import run_ranks
 from rayzero.testing.rank_processes import PRELOADED
 from tests.support import needs
+from tests.support.waiting import until
 
-_STALL_S = 60.0
-_AT_ONCE_S = 20.0  # far from the stall timeout, on a crowded machine
+_STALL_S = 600.0
+_AT_ONCE_S = 60.0  # far from the stall timeout, on a crowded machine
 
 
 def _train(ctx: RankContext, lrs: tuple[float, ...], widths: tuple[int, ...]) -> None:
@@ -130,7 +131,7 @@ def test_no_sweep_takes_what_a_host_has_while_all_of_its_members_are_dead_and_aw
     (lineage,) = {lineage for lineage, _ in found}
     assert lineage
     assert all(lineage in held for _, holds in found for held in holds)
-    assert not any(lineage == held.lineage for directory in directories for held in held_in(directory))
+    until(lambda: not any(lineage == held.lineage for directory in directories for held in held_in(directory)))
 
 
 @pytest.mark.parametrize(("compression", "part"), [("none", 1.0), ("bf16", 0.5), ("int8", 260 / 1024)])

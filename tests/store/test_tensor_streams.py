@@ -215,16 +215,15 @@ def test_a_peer_that_sends_a_little_now_and_then_holds_no_thread() -> None:
         sending = threading.Event()
 
         def trickle() -> None:
-            for byte in wire[:400]:
+            for byte in wire[:-1]:  # eleven minutes
                 before.sendall(bytes([byte]))
                 if sending.wait(0.01):
                     return
 
         trickling = threading.Thread(target=trickle)
         trickling.start()
-        began = time.monotonic()
         assert not coming.advance()
-        assert time.monotonic() - began < 2, "4 s of bytes were on their way"
+        assert trickling.is_alive(), "bytes are on their way"
         sending.set()
         trickling.join(WAIT)
 
@@ -729,17 +728,18 @@ def test_an_answer_in_the_middle_of_an_upload_ends_it_and_is_read() -> None:
         assert not loading.has_ended
 
 
-def test_an_answer_that_does_not_come_is_overdue() -> None:
+def test_an_answer_that_does_not_come_is_overdue(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_streams, "LATE_S", WAIT)  # a busy machine is no process that stood still
     with disturbed() as server, member(server) as stream:
         loading = ask(stream, "Load", LOAD, timeout_s=0.2)
         with pytest.raises(OverdueError) as late:
             loading.answer()
         assert not late.value.stood_still
     with wired() as (_, _, receiver, _):
-        stopped = Transfer(receiver, "Load", b"", -5.0)
+        stopped = Transfer(receiver, "Load", b"", -WAIT - 5.0)
         with pytest.raises(OverdueError) as late:
             stopped.answer()
-        assert late.value.stood_still, "nobody looked for five seconds"
+        assert late.value.stood_still, "nobody looked for all that time"
 
 
 def test_ending_a_transfer_spares_the_one_that_has_its_connection_next() -> None:

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 
 import pytest
 import torch
+from clock import StallClock
 from torch import Tensor
 
 from rayzero.errors import RankLeftError, StallError, StepMismatchError
@@ -67,12 +68,14 @@ def test_what_all_ranks_write_is_published_at_the_same_version_and_trained_on(
         torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-6)
 
 
-def test_after_a_stalled_write_the_callers_memory_is_its_own(make_stores: StoreFactory) -> None:
-    with started(make_stores(2, 2, stall_timeout=3.0), make_spec(2)) as ranks:  # a busy machine is slow, too
+def test_after_a_stalled_write_the_callers_memory_is_its_own(
+    make_stores: StoreFactory, stall_clock: StallClock
+) -> None:
+    with started(make_stores(2, 2), make_spec(2)) as ranks:
         written = values_of(ranks[0], 1, COMPUTE) * 2
         memory = written.clone()
         with pytest.raises(StallError):
-            ranks[0].store.write(1, 0, COMPUTE, memory).result(WAIT)
+            stall_clock.stall(ranks[0].store.write(1, 0, COMPUTE, memory))
         memory.zero_()
         ranks[1].store.write(1, 0, COMPUTE, written).result(WAIT)
         assert torch.equal(values_of(ranks[1], 1, COMPUTE), written)

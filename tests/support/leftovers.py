@@ -10,7 +10,7 @@ from threading import Thread
 
 import psutil
 
-PATIENCE_S = 20.0  # a machine is busy; what is forgotten stays for ever
+PATIENCE_S = 60.0  # a machine is busy; what is forgotten stays for ever
 FOR_GOOD = ("rayzero-grpc-loop", "_poll_wrapper")  # ours and grpc.aio's own, one each for the process
 
 

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 
 
-def until(there: Callable[[], object], timeout_s: float = 20.0, what: str = "it did not come") -> None:
-    """Wait for a condition."""
+def until(there: Callable[[], object], timeout_s: float = 60.0, what: str = "it did not come") -> None:
+    """Wait for a condition. Only a fault lasts as long as the timeout."""
     deadline = time.monotonic() + timeout_s
     while not there():
         assert time.monotonic() < deadline, what

@@ -28,6 +28,14 @@ def served_by(answer: Callable[[socket.socket], None]) -> Iterator[str]:
     thread.join(10)
 
 
+@contextmanager
+def nobody() -> Iterator[str]:
+    """An address that nobody listens at, nor anybody else can while this lasts."""
+    with socket.socket() as place:
+        place.bind((HOST, 0))
+        yield f"{HOST}:{place.getsockname()[1]}"
+
+
 def drip(connection: socket.socket) -> None:
     """A byte now and then, for ever."""
     while True:
