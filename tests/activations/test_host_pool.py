@@ -22,7 +22,7 @@ class Copy:
         return self.ended.is_set()
 
     def join(self) -> None:
-        assert self.ended.wait(10)
+        assert self.ended.wait(60)
 
 
 def test_size_classes_fit_and_waste_less_than_a_quarter():

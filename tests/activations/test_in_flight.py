@@ -16,7 +16,7 @@ from tests.support.watched_lane import WatchedLane
 
 def held_up(what: str) -> tuple[Callable[[str, str], None], threading.Event]:
     go = threading.Event()
-    return lambda direction, label: f"{direction} {label}" == what and go.wait(10) and None, go
+    return lambda direction, label: f"{direction} {label}" == what and go.wait(60) and None, go
 
 
 def test_a_host_buffer_is_not_free_while_an_unwanted_copy_in_still_reads_it():

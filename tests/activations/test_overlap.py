@@ -34,7 +34,7 @@ class Timeline:
 
     def end(self, what: str, after: str) -> None:
         """``what`` has computed; ``after``: the copy that runs beside it."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while after not in self.moved():  # spans are read, nobody tells of them
             assert time.monotonic() < deadline, f"{after} waited for {what}"
             time.sleep(1e-4)
@@ -48,7 +48,7 @@ class Timeline:
         beside = {"out": f"forward {int(label[-1]) + 1}", "in": f"backward {int(label[-1]) + 1}"}[direction]
         with self._changed:
             last = label == f"steps.{LAST}"  # nothing runs beside its copies: its backward comes at once
-            assert last or self._changed.wait_for(lambda: beside in self.began, 10), f"{beside} waited for a copy"
+            assert last or self._changed.wait_for(lambda: beside in self.began, 60), f"{beside} waited for a copy"
         self.moving[f"{direction} {label}"] = time.perf_counter()
 
 

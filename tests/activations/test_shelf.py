@@ -46,7 +46,7 @@ def numbers(count: int) -> Tensor:
 
 def test_a_copy_in_waits_for_its_copy_out():
     go = threading.Event()
-    one = Counted(before_copy=lambda direction, label: direction == "out" and go.wait(10) and None)
+    one = Counted(before_copy=lambda direction, label: direction == "out" and go.wait(60) and None)
     entry, _ = one.send(numbers(100))
     back = one.shelf._copy_in(entry, target := torch.zeros(100, dtype=torch.uint8), entry.departure)
     assert not back.finished()
@@ -59,7 +59,7 @@ def test_a_copy_in_waits_for_its_copy_out():
 
 def test_a_held_source_stays_and_a_dropped_one_is_not_copied():
     go = threading.Event()
-    one = Counted(before_copy=lambda direction, label: go.wait(10) and None)
+    one = Counted(before_copy=lambda direction, label: go.wait(60) and None)
     held, _ = one.send(numbers(10))
     dropped, _ = one.send(numbers(20))
     assert one.ledger.device_bytes == 30

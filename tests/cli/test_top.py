@@ -240,7 +240,7 @@ def test_on_a_terminal_ctrl_c_leaves_the_screen_and_the_last_picture(run) -> Non
     finally:
         process.kill()
         process.wait()
-        reader.join(10)
+        reader.join(60)
         os.close(master)
     assert (process.returncode, err) == (0, "")
     _, entered, screen = bytes(said).partition(b"\x1b[?1049h")

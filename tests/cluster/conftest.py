@@ -14,9 +14,10 @@ import ray
 
 from rayzero.cluster.driver import ZeroTrainer
 from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
+from tests.support.waiting import until
 
 from .compared_run import Undisturbed, train_undisturbed
-from .processes import end_scripts, left_in_shared_memory, shared_memory
+from .processes import end_scripts, is_called, left_in_shared_memory, shared_memory
 
 
 @pytest.fixture(scope="session")
@@ -59,7 +60,7 @@ def _no_script_goes_on() -> Iterator[None]:
 
 def ray_processes() -> list[str]:
     """What the workers of this process's Ray are busy with: the names of their actors, "IDLE" for none."""
-    raylets = [str(process.pid) for process in psutil.Process().children() if process.name() == "raylet"]
+    raylets = [str(process.pid) for process in filter(is_called("raylet"), psutil.Process().children())]
     names = []
     for process in psutil.process_iter():  # a fork server's children are not below the raylet
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied):  # it ended meanwhile
@@ -73,6 +74,7 @@ def nothing_left(local_ray: None) -> Iterator[None]:
     """After the test, Ray knows no actor and holds no CPU of the run, and /dev/shm is as before."""
     shm = shared_memory()
     yield
-    assert ray.util.list_named_actors(all_namespaces=True) == []
-    assert [name for name in ray_processes() if name in ("RankWorker", "OptimizerActor", "Coordinator")] == []
+    until(lambda: ray.util.list_named_actors(all_namespaces=True) == [], what="Ray knows actors")
+    ours = {"RankWorker", "OptimizerActor", "Coordinator"}
+    until(lambda: ours.isdisjoint(ray_processes()), what="Ray holds CPUs of the run")
     assert left_in_shared_memory(shm) == set()

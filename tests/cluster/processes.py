@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,18 @@ def everyone_of(pid: int) -> list[psutil.Process]:
     """A process and all below it."""
     process = psutil.Process(pid)
     return [process, *process.children(recursive=True)]
+
+
+def is_called(name: str) -> Callable[[psutil.Process], bool]:
+    """Whether a process, which may end at any time, has this name."""
+
+    def has_name(process: psutil.Process) -> bool:
+        try:
+            return process.name() == name
+        except psutil.NoSuchProcess:
+            return False
+
+    return has_name
 
 
 def listens(address: str) -> bool:

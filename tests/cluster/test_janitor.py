@@ -188,7 +188,7 @@ def test_a_driver_that_ends_well_takes_its_janitor_with_it(driver):
 def test_a_janitor_that_was_killed_disturbs_nobody(tmp_path):
     with closing(Janitor(tmp_path, None)) as janitor:
         os.kill(janitor.pid, signal.SIGKILL)
-        psutil.Process(janitor.pid).wait(10)
+        psutil.Process(janitor.pid).wait(60)
         janitor.watch([psutil.Process()])
     janitor.close()
 

@@ -20,7 +20,7 @@ from rayzero.cluster.nodes.session import ray_session
 from rayzero.errors import RunFailedError
 from tests.support.leftovers import still_there
 
-from .processes import everyone_of
+from .processes import everyone_of, is_called
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.promise("refused", "hosts")]
 
@@ -42,16 +42,6 @@ def below(pid: int, until: Callable[[psutil.Process], bool]) -> list[psutil.Proc
             return processes
         time.sleep(0.01)
     raise AssertionError(f"none came: {processes}")
-
-
-def is_called(name: str) -> Callable[[psutil.Process], bool]:
-    def has_name(process: psutil.Process) -> bool:
-        try:
-            return process.name() == name
-        except psutil.NoSuchProcess:
-            return False
-
-    return has_name
 
 
 def test_a_ray_that_does_not_start_is_a_failed_run_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

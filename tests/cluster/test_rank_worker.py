@@ -115,7 +115,7 @@ def test_reports_arrive_in_order_and_close_sends_the_rest():
     channel = ReportChannel(arrived.extend)
     for step in range(100):
         channel.put(report(step))
-    channel.close(timeout_s=10)
+    channel.close(timeout_s=60)
     assert [r.metrics["step"] for r in arrived] == list(range(100))
 
 
@@ -125,12 +125,12 @@ def test_a_loop_far_ahead_of_the_receiver_waits():
 
     def slow(batch: list[Report]) -> None:
         sending.set()
-        assert let_go.wait(10)
+        assert let_go.wait(60)
         arrived.extend(batch)
 
     channel = ReportChannel(slow, limit=2)
     channel.put(report(0))
-    assert sending.wait(10)
+    assert sending.wait(60)
     channel.put(report(1))
     channel.put(report(2))
     third = threading.Thread(target=channel.put, args=(report(3),))
@@ -138,8 +138,8 @@ def test_a_loop_far_ahead_of_the_receiver_waits():
     third.join(0.05)
     assert third.is_alive()
     let_go.set()
-    third.join(10)
-    channel.close(timeout_s=10)
+    third.join(60)
+    channel.close(timeout_s=60)
     assert [r.metrics["step"] for r in arrived] == [0, 1, 2, 3]
 
 
@@ -152,8 +152,8 @@ def test_what_sending_raised_is_raised_to_the_loop():
 
     channel = ReportChannel(broken)
     channel.put(report(0))
-    assert failed.wait(10)
-    channel.close(timeout_s=10)
+    assert failed.wait(60)
+    channel.close(timeout_s=60)
     with pytest.raises(ConnectionError, match="the coordinator is gone"):
         channel.put(report(1))
 
@@ -166,7 +166,7 @@ def test_a_loop_does_not_end_because_its_run_is_gone(caplog):
 
     channel = ReportChannel(send)
     channel.put(report(1))
-    channel._thread.join(5)
+    channel._thread.join(60)
     channel.put(report(2))
     assert "no longer sent, and Ray will end this process: The actor died because its owner has died" in caplog.text
     channel.close(5)
@@ -177,7 +177,7 @@ def test_after_refuse_a_report_is_an_error():
     channel.refuse()
     with pytest.raises(StoreClosedError, match="being stopped"):
         channel.put(report(0))
-    channel.close(timeout_s=10)
+    channel.close(timeout_s=60)
 
 
 class Receiver:

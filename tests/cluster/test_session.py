@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,9 @@ from rayzero.cluster.nodes import session
 from rayzero.cluster.nodes.ray_address import RayAddress
 from rayzero.cluster.nodes.session import ray_session
 from tests.support.leftovers import still_there
+from tests.support.waiting import until
 
-from .processes import everyone_of, start_script
+from .processes import everyone_of, is_called, start_script
 
 
 def terminate(*_: Any, **__: Any) -> None:
@@ -30,9 +30,8 @@ def terminate(*_: Any, **__: Any) -> None:
 @pytest.mark.timeout(300)
 def test_sigterm_while_ray_starts_is_a_stop_and_leaves_nothing_of_it(tmp_path: Path, ray_files: Path) -> None:
     script = start_script(tmp_path, 0, RAY_TMPDIR=str(ray_files))
-    while not any(process.name() == "raylet" for process in everyone_of(script.pid)):
-        assert script.poll() is None
-        time.sleep(0.01)
+    until(lambda: script.poll() is not None or any(map(is_called("raylet"), everyone_of(script.pid))), 200)
+    assert script.poll() is None
     script.terminate()
     said = script.communicate(timeout=100)[0]
     assert script.returncode == 143, said

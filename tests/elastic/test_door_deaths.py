@@ -123,5 +123,5 @@ def test_owners_of_other_hosts_come_and_go_while_they_are_copied(
     loop = Training(base=seeded(Small, 3), folder=tmp_path, wanted=UP_AND_DOWN, **case)
     plain = partial(Training, base=seeded(Small, 3), folder=tmp_path, wanted={}, **case)
     with another_host(*there) as hosts:
-        found = run_ranks(loop, 2, 2, "shm", True, max_failures=1, run_dir=tmp_path, stall_timeout=30.0, hosts=hosts)
+        found = run_ranks(loop, 2, 2, "shm", True, max_failures=1, run_dir=tmp_path, stall_timeout=60.0, hosts=hosts)
     assert_same(found, run_ranks(plain(), 2, 2))

@@ -154,7 +154,7 @@ def save(context: RankContext, folder: Path) -> list[int]:
 def test_a_door_that_is_killed_is_replaced_and_no_bit_changes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with another_host(*OWNERS_ELSEWHERE) as hosts:
         loop = Watched(training_of(tmp_path), SHARED_MEMORY, kills=2)
-        found = run_ranks(loop, 2, 2, "shm", True, max_failures=1, hosts=hosts, stall_timeout=30.0)
+        found = run_ranks(loop, 2, 2, "shm", True, max_failures=1, hosts=hosts, stall_timeout=60.0)
     assert [line for line in caplog.messages if line.endswith(DIED)] == [f"optimizer 2{DIED}"]
     assert [owners for _, owners in found] == [[2], [2]]
     assert_same([states for states, _ in found], run_ranks(training_of(tmp_path), 2, 2))
@@ -173,6 +173,6 @@ def test_after_a_change_every_host_with_ranks_has_an_owner(
 ) -> None:
     with another_host("optimizer 1", "rank 1") as hosts:
         loop = Watched(training_of(tmp_path, **wanted), hosts["rank 1"], epoch=len(wanted))
-        found = run_ranks(loop, 2, 2, "shm", True, max_failures=1, hosts=hosts, run_dir=tmp_path, stall_timeout=30.0)
+        found = run_ranks(loop, 2, 2, "shm", True, max_failures=1, hosts=hosts, run_dir=tmp_path, stall_timeout=60.0)
     assert [owners for _, owners in found] == [there, there]
     assert_same([states for states, _ in found], run_ranks(training_of(tmp_path), 2, 2))

@@ -299,7 +299,7 @@ def test_nor_does_one_with_a_class_of_a_package(
 NOT_KILLED: dict[str, tuple[Cells, Transport, float]] = {
     "over-grpc": (row(WIRE), "grpc", 60.0),
     "late-or-twice": (row(LATE, TWICE), "shm", 60.0),
-    "stopped": (row(STOPPED), "shm", 3.0),
+    "stopped": (row(STOPPED), "shm", 6.0),
 }
 
 

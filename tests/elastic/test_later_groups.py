@@ -103,7 +103,7 @@ DEATHS = {
 def test_an_owner_that_dies_about_a_later_group_changes_no_bit(fault: Fault, loads: bool, tmp_path: Path) -> None:
     base, faults = seeded(Small, 3), Faults(tmp_path, (fault,))
     loop = functools.partial(train, base=base, folder=tmp_path, loads=loads)
-    found = run_ranks(loop, 2, 2, "shm", True, max_failures=1, faults=faults, stall_timeout=30.0)
+    found = run_ranks(loop, 2, 2, "shm", True, max_failures=1, faults=faults, stall_timeout=60.0)
     assert faults.struck(0) is not None
     expected = plain(base, loads=loads)
     for ours in found:

@@ -97,7 +97,7 @@ def test_a_checkpoint_is_complete_or_not_there_and_training_keeps_its_bits(
     asked = Faults(tmp_path / "faults", tuple(faults))
     one = functools.partial(train, base=BASE, folder=tmp_path)
     with another_host(*(("rank 0", "rank 1") if case in ELSEWHERE else ())) as hosts:
-        found = run_ranks(one, 2, 2, "shm", True, stall_timeout=30.0, max_failures=2, faults=asked, hosts=hosts)
+        found = run_ranks(one, 2, 2, "shm", True, stall_timeout=60.0, max_failures=2, faults=asked, hosts=hosts)
     weights, digests = expected
     assert missed(asked) == []
     for ours, theirs in zip(found, weights, strict=True):

@@ -244,10 +244,15 @@ def train_and_measure(
     return rayzero.full_state_dict(model), [*taken, [tensor_bytes(context.run, host) for host in hosts]]
 
 
+TOTALS = 2  # the number of an owner's slabs of totals, which come after those of AdamW's two moments
+
+
 def tensor_bytes(run: str, directory: Path) -> int:
-    """What the slabs with a run's parameters and states take in memory."""
+    """What the slabs with a run's parameters and states take in memory. Totals of gradients are left out: they have
+    pages once a round of pushes had to wait in them."""
     slabs = [slab for slab in list_slabs(directory) if slab.header is not None and slab.header.facts.run == run]
-    return sum(512 * slab.path.stat().st_blocks for slab in slabs if slab.header.facts.role in TENSORS)
+    kept = [slab for slab in slabs if slab.header.facts.role in TENSORS and slab.header.facts.number < TOTALS]
+    return sum(512 * slab.path.stat().st_blocks for slab in kept)
 
 
 @pytest.mark.thorough
@@ -255,7 +260,7 @@ def test_what_has_moved_to_another_host_takes_no_memory_here(tmp_path: Path) -> 
     with another_host("optimizer 2") as hosts:
         places = [SHARED_MEMORY, *hosts.values()]
         loop = functools.partial(train_and_measure, base=seeded(Layers, 5), folder=tmp_path, hosts=places, steps=9)
-        found = run_ranks(loop, 2, 2, "shm", True, run_dir=tmp_path, max_failures=1, hosts=hosts, stall_timeout=20.0)
+        found = run_ranks(loop, 2, 2, "shm", True, run_dir=tmp_path, max_failures=1, hosts=hosts, stall_timeout=60.0)
     (all_here, nothing), (here, there) = found[0][1]
     assert nothing == 0
     assert there / all_here == pytest.approx(1 / 3, rel=0.1)
@@ -414,7 +419,7 @@ def test_a_death_while_owners_change_changes_no_bit(
     stopped = any(fault.act == "stop" for fault in cell.faults)
     if cell.meanwhile is not None:
         threading.Thread(target=kill_meanwhile, args=(faults, tmp_path, cell.meanwhile), daemon=True).start()
-    found = scaled(tmp_path, {2: cell.owners}, 9, max_failures=8, faults=faults, stall_timeout=3.0 if stopped else 30.0)
+    found = scaled(tmp_path, {2: cell.owners}, 9, max_failures=8, faults=faults, stall_timeout=6.0 if stopped else 60.0)
     assert differences(found, undisturbed(9)) == []
     assert missed(faults) == []
     if cell.stay is not None:

@@ -159,7 +159,7 @@ def test_no_bit_changes(case: dict[str, Any], there: tuple[str, ...], tmp_path: 
     plain = Training(base=seeded(Small, 3), folder=tmp_path, wanted={}, **case)
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY, prefix="test-host-") as other:
         hosts = dict.fromkeys(there, Path(other))
-        found = run_ranks(loop, 2, 2, "shm", True, max_failures=1, run_dir=tmp_path, stall_timeout=30.0, hosts=hosts)
+        found = run_ranks(loop, 2, 2, "shm", True, max_failures=1, run_dir=tmp_path, stall_timeout=60.0, hosts=hosts)
     assert_same(found, run_ranks(plain, 2, 2))
 
 
@@ -170,7 +170,7 @@ def test_a_run_whose_owners_change_is_resumed_from_any_step(case: str, tmp_path:
     training = functools.partial(Training, base=seeded(Small, 3), folder=tmp_path, **CASES[case])
     plain = run_ranks(training(wanted={}), 2, 2)
     saved = training(wanted=UP_AND_DOWN, saves=True)
-    assert_same(run_ranks(saved, 2, 2, "shm", True, max_failures=1, run_dir=tmp_path, stall_timeout=30.0), plain)
+    assert_same(run_ranks(saved, 2, 2, "shm", True, max_failures=1, run_dir=tmp_path, stall_timeout=60.0), plain)
     for step in range(1, STEPS):
         assert_same(run_ranks(training(wanted={}, resume=tmp_path / f"step-{step}"), 2, 1 + step % 4), plain)
 

@@ -25,7 +25,7 @@ from tests.support.standing_disk import Disk, standing_still
 from .models import fit, prepared_copy, same_bits, seeded
 from .test_comeback import Small
 
-WAIT = 20.0  # seconds after which a test is broken
+WAIT = 60.0  # seconds after which a test is broken
 LAST = 6
 
 

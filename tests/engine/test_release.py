@@ -216,7 +216,7 @@ def killed(context: RankContext, base: nn.Module, folder: Path) -> dict[str, Ten
 def test_who_dies_after_it_is_replaced_and_no_bit_changes(tmp_path: Path) -> None:
     base = nn.Sequential(nn.Embedding(32, 64), nn.Linear(64, 64), nn.Linear(64, 32))
     one = functools.partial(killed, base=base)
-    states = run_ranks(functools.partial(one, folder=tmp_path), 2, 2, "shm", True, stall_timeout=30.0, max_failures=3)
+    states = run_ranks(functools.partial(one, folder=tmp_path), 2, 2, "shm", True, stall_timeout=60.0, max_failures=3)
     assert len(list(tmp_path.iterdir())) == len(KILLS)
     expected, _ = run_ranks(functools.partial(one, folder=tmp_path), 2, 2, "shm")  # all have been killed already
     assert all(same_bits(state, expected) for state in states)

@@ -27,7 +27,7 @@ from tests.support.simulated_lane import SimulatedLane, device_behind
 from tests.support.waiting import until
 
 CORES = len(os.sched_getaffinity(0))
-WAIT = 10.0  # seconds: only a fault lasts so long
+WAIT = 60.0  # seconds: only a fault lasts so long
 WIDTH = 64  # parameters of a multiple of 64 elements have no padding between them
 
 

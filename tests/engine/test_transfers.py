@@ -105,7 +105,7 @@ def test_a_gradient_is_announced_once_its_copy_has_run() -> None:
     assert not landed.done()
     assert not store.pushed
     held.clear()
-    landed.result(10)
+    landed.result(60)
     assert torch.equal(store.pushed[0], store.values)
     carried.close()
 
@@ -159,9 +159,9 @@ def test_a_backward_faster_than_the_copies_keeps_the_gradients_of_two_units_and_
     finally:
         held.clear()
     assert third is None
-    first.result(10)
-    second.result(10)
-    push(2).result(10)
+    first.result(60)
+    second.result(60)
+    push(2).result(60)
     assert [float(pushed[0]) for pushed in store.pushed] == [0.0, 1.0, 2.0]
     carried.close()
     assert carried._staging.budget.used == 0
@@ -184,7 +184,7 @@ def test_a_large_unit_is_gathered_where_no_thread_has_to_wait(
     push = Contribution(step=0, attempt=0, rank=0, unit=unit.index, seq=0, presence=b"\3")
     sent = carried.push(unit, push, [torch.ones(512, 1024), torch.ones(512)])
     assert sent is not None
-    sent.result(10)
+    sent.result(60)
     carried.close()
     assert (gathered_by == [threading.current_thread()]) is (in_process or threads == CORES)
     assert store.pushed[0].count_nonzero() == 512 * 1025

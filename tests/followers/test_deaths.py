@@ -129,7 +129,7 @@ def test_followers_have_the_bits_whatever_dies(tmp_path: Path, on_network: bool)
     disturber.start()
     try:
         loop = functools.partial(train, folder=tmp_path, on_network=on_network)
-        run_ranks(loop, 2, 2, "shm", True, max_failures=4, run_dir=tmp_path, stall_timeout=30.0)
+        run_ranks(loop, 2, 2, "shm", True, max_failures=4, run_dir=tmp_path, stall_timeout=60.0)
         disturber.join()
         assert disturber.error is None
         codes = [follower.wait(30) for follower in disturber.followers]

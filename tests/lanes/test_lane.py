@@ -38,7 +38,7 @@ def lane(request: pytest.FixtureRequest) -> Lane:
 
 def held_up(what: str) -> tuple[Callable[[str, str], None], threading.Event]:
     go = threading.Event()
-    return lambda direction, label: f"{direction} {label}" == what and go.wait(10) and None, go
+    return lambda direction, label: f"{direction} {label}" == what and go.wait(60) and None, go
 
 
 def test_what_goes_out_comes_back(lane: Lane) -> None:
@@ -177,7 +177,7 @@ def test_a_copy_that_has_run_keeps_nothing_alive() -> None:
 
     event = lane.issue("out", Copy())
     event.join()
-    assert freed.wait(10)
+    assert freed.wait(60)
     lane.close()
 
 
@@ -191,5 +191,5 @@ def test_a_dropped_lane_leaves_no_thread() -> None:
     del lane
     gc.collect()
     for thread in mine:
-        thread.join(10)
+        thread.join(60)
     assert not any(thread.is_alive() for thread in mine)

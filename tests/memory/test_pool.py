@@ -158,7 +158,7 @@ def test_threads_never_exceed_the_limit() -> None:
     start = threading.Barrier(4)
 
     def take_and_release() -> None:
-        start.wait(10)
+        start.wait(60)
         for size in range(1, 400):
             lease = budget.reserve(size % 60 + 1)
             if lease is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import tempfile
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -22,6 +21,7 @@ from rayzero.engine.units.partition import build_layout
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.plan.hardware import Hosts
 from rayzero.slabs.sweep import SHARED_MEMORY
+from rayzero.store.host import lead_questions
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.telemetry.names import GRPC_REQUESTS
 from rayzero.telemetry.recorder import MemoryRecorder
@@ -48,12 +48,11 @@ def layout_of(zero: ZeroConfig) -> ModelLayout:
     ).layout
 
 
-def train(ctx: RankContext, at_once: threading.Barrier) -> None:
+def train(ctx: RankContext) -> None:
     model = build()
     model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters()))
     for _ in range(STEPS):
         model(torch.ones(2, WIDTH)).square().sum().backward()
-        at_once.wait(60.0)  # a door waits a moment for the last rank, and then asks for those that have asked
         optimizer.step()
         optimizer.zero_grad()
     rayzero.full_state_dict(model)  # the last step is decided
@@ -76,8 +75,9 @@ def test_the_lead_is_asked_as_often_as_a_simulated_one(monkeypatch: pytest.Monke
     zero = ZeroConfig(placement="cpu_nodes", units=("Linear",), max_grad_norm=1.0)
     counted = MemoryRecorder()
     monkeypatch.setattr(members, "HostedModels", functools.partial(HostedModels, recorder=counted))
+    monkeypatch.setattr(lead_questions, "_PATIENCE_S", 60.0)  # for the last rank of a host on a busy machine, too
     with other_hosts(("rank 0", "rank 1"), ("rank 2", "rank 3"), ("optimizer 1",)) as hosts:
-        run_ranks(functools.partial(train, at_once=threading.Barrier(4)), 4, 2, "shm", config=zero, hosts=hosts)
+        run_ranks(train, 4, 2, "shm", config=zero, hosts=hosts)
     calls = {
         method: sum(counted.total(GRPC_REQUESTS, method=method, code=code) for code in ("OK", "CANCELLED"))
         for method in ASKED
@@ -86,6 +86,5 @@ def test_the_lead_is_asked_as_often_as_a_simulated_one(monkeypatch: pytest.Monke
     hardware = replace(GPU_HOSTS, hosts=Hosts(count=4, gpus_each=2))
     found = simulate_step(layout_of(zero), {0}, WORK, zero, four, hardware, MEASURED, state_bytes=8, splits=False)
     assert found.lead_messages == 2 * (2 + 2 * 2)
-    more = sum(calls.values()) - STEPS * (found.lead_messages / 2 - 2)
-    assert 0 <= more <= STEPS // 2, calls  # on a loaded machine a rank may come late, and its door ask twice
+    assert sum(calls.values()) == STEPS * (found.lead_messages / 2 - 2), calls
     assert not calls["Finish"]

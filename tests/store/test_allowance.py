@@ -101,7 +101,7 @@ def test_who_is_refused_or_cut_is_counted_by_reason(
     reason: str, code: grpc.StatusCode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """``grpc`` itself cuts who ends no handshake: tests/store/test_hostile.py."""
-    monkeypatch.setattr(allowance, "BODY_S", 0.1)
+    monkeypatch.setattr(allowance, "BODY_S", 0.1 if reason == "slow" else WAIT)
     monkeypatch.setattr(allowance, "CALLS", 0 if reason == "limit" else allowance.CALLS)
     run = Authority("refusing", on_loopback=True)
     owner, rank = (Identity(run.issue(name, [name])) for name in (OWNER, name_of_rank(4 if reason == "role" else 3)))

@@ -13,7 +13,7 @@ import pytest
 from rayzero.errors import EpochOverError, StoreError
 from rayzero.store.rank.connection import Epochs
 
-WAIT = 10.0
+WAIT = 60.0
 
 
 class Owners:

@@ -42,6 +42,7 @@ from rayzero.store.owner.served_model import ServerTerms
 from rayzero.store.owner.server import OwnerServer, serve_models
 from rayzero.store.remote.lead_line import RemoteLead
 from rayzero.store.remote.owner_table import OwnerTable, connect_store
+from rayzero.store.remote.remote_connection import RemoteConnection
 from rayzero.store.wire import rpc, translate
 from rayzero.store.wire.rpc import (
     _CODES,
@@ -298,12 +299,18 @@ def test_a_store_that_another_thread_closes_while_it_attaches_leaves_nothing(
         except BaseException as error:
             errors.append(error)
 
-    closer = threading.Thread(target=close, name="closer")
+    closer, left, leave = threading.Thread(target=close, name="closer"), threading.Event(), RemoteConnection.leave
+
+    def leave_first(connection: RemoteConnection, reason: str) -> None:
+        leave(connection, reason)
+        left.set()
+
+    monkeypatch.setattr(RemoteConnection, "leave", leave_first)
 
     def close_now() -> None:
         if closer.ident is None:
             closer.start()
-            closer.join(0.3)  # as far as it gets while the attach is under way
+            assert left.wait(WAIT)  # as far as it gets while the attach is under way
 
     patched, name = (RemoteLead, "__init__") if late else (OwnerLink, "open")
     usual = getattr(patched, name)

@@ -110,7 +110,7 @@ def stops_in_its_second_step(ctx: RankContext) -> None:
 def test_a_rank_that_stands_still_is_named_and_its_process_ended(way: Literal["grpc", "shm"]) -> None:
     before = {child.pid for child in psutil.Process().children()}
     with pytest.raises(StallError, match=r"rank 0 waits \S+ s for .*: rank 1 has not finished step 1"):
-        run_ranks(stops_in_its_second_step, 2, 2, way, processes=True, stall_timeout=TIMEOUT_S)
+        run_ranks(stops_in_its_second_step, 2, 2, way, processes=True, stall_timeout=8.0)  # they also start
     pythons = {tracker._resource_tracker._pid, forkserver._forkserver._forkserver_pid}  # for all later processes, too
     assert {child.pid for child in psutil.Process().children()} - before <= pythons
 

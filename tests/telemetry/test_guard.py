@@ -28,7 +28,6 @@ from rayzero.errors import ConfigError
 from rayzero.security.authority import LASTS
 from rayzero.security.metrics_access import MetricsAccess
 from rayzero.telemetry import http as server
-from rayzero.telemetry.http import HANDSHAKE_S
 from rayzero.telemetry.metric import Role
 from rayzero.telemetry.names import STEP
 from rayzero.telemetry.pages import Guard, Page, Protection
@@ -272,9 +271,8 @@ def test_an_older_tls_than_the_least_is_cut(serve: Open, tmp_path: Path, authori
 
 @pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n", bytes.fromhex("160301020001fc0303") + bytes(40)])
 def test_clients_that_end_no_handshake_are_cut_and_hinder_nobody(
-    said: bytes, serve: Open, tmp_path: Path, authority: TestAuthority, monkeypatch: pytest.MonkeyPatch
+    said: bytes, serve: Open, tmp_path: Path, authority: TestAuthority
 ) -> None:
-    monkeypatch.setattr(server, "HANDSHAKE_S", 1.0)
     exporter = serve(access(tmp_path, tls_text(authority)).given)
     with ExitStack() as stack:
         hanging = [stack.enter_context(connect(exporter)) for _ in range(200)]
@@ -306,7 +304,10 @@ def test_one_that_asks_over_tls_and_never_reads_is_cut(
         assert found < 4 << 20
 
 
-def test_closing_ends_handshakes_and_comparisons(tmp_path: Path, authority: TestAuthority) -> None:
+def test_closing_ends_handshakes_and_comparisons(
+    tmp_path: Path, authority: TestAuthority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "HANDSHAKE_S", 600.0)
     made = access(tmp_path, tls_text(authority) + USERS.replace("$04$", "$10$"))
     exporter = Exporter(MemoryRecorder(), Role.RANK, host=HOST, protection=made.given)
     with connect(exporter) as hanging:
@@ -318,7 +319,7 @@ def test_closing_ends_handshakes_and_comparisons(tmp_path: Path, authority: Test
             time.sleep(0.2)
             began = time.monotonic()
             exporter.close()
-            assert time.monotonic() - began < HANDSHAKE_S
+            assert time.monotonic() - began < 60
         with suppress(ConnectionResetError):
             assert hanging.recv(1) == b""
 

@@ -12,11 +12,13 @@ from contextlib import ExitStack, closing, suppress
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
+import psutil
 import pytest
 
 from rayzero.telemetry import http
 from rayzero.telemetry.http import PageServer, listen
 from rayzero.telemetry.pages import Page
+from tests.support.waiting import until
 
 Serve = Callable[..., str]  # page by path -> host:port
 PLAIN = "text/plain"
@@ -56,6 +58,12 @@ class Held:
 def connect(address: str) -> socket.socket:
     host, _, port = address.rpartition(":")
     return socket.create_connection((host, int(port)), timeout=20)
+
+
+def is_served(connection: socket.socket) -> bool:
+    """Whether the server, in this process, has the other end of a connection open."""
+    open_ones = psutil.Process().net_connections("tcp")
+    return any(each.raddr == connection.getsockname() for each in open_ones if each.raddr)
 
 
 def fetched(address: str, path: str = "/") -> bytes:
@@ -116,7 +124,8 @@ def test_a_connection_that_does_not_move_is_cut(serve, monkeypatch, limit, asked
     with connect(address) as still:
         still.sendall(asked)
         if limit == "WRITE_S":
-            time.sleep(2.2)  # two of its looks, in which we do not read
+            until(lambda: is_served(still))
+            until(lambda: not is_served(still))  # we do not read
         left = 20 * len(large) if limit == "WRITE_S" else 1
         with suppress(ConnectionResetError):
             while left > 0 and (more := still.recv(1 << 20)):
