@@ -236,7 +236,7 @@ def test_on_a_terminal_ctrl_c_leaves_the_screen_and_the_last_picture(run) -> Non
         while said.count(b"step 1 ") < 1 and time.monotonic() < deadline:
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=100)
     finally:
         process.kill()
         process.wait()

@@ -95,7 +95,7 @@ def test_the_port_of_grpos_server_stays_its_own_while_none_runs(
 
     kept = server(Path(sys.executable), tmp_path / "model", tmp_path / "vllm.log")  # which has no vLLM
     try:
-        until(ended, 60.0, "an end that is named, with its cause, and another start")
+        until(ended, 100.0, "an end that is named, with its cause, and another start")
         with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
             other.bind(("127.0.0.1", kept.port))
         for _ in range(2):

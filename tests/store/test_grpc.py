@@ -61,6 +61,7 @@ from rayzero.telemetry.recorder import MemoryRecorder
 from store.stores import TOKEN, connected, serving
 from store.toy import HYPER, WAIT, equal, make_spec, masters, random_grads, start, started, take_step
 from tests.support.leftovers import threads, threads_left
+from tests.support.waiting import until
 
 BF16 = torch.bfloat16
 
@@ -193,8 +194,8 @@ def test_the_byte_counters_equal_the_arithmetic() -> None:
         assert moved("push") == sum(u.numel * u.dtype.itemsize for u in units if u.trainable)
         rank.push_unit(1, random_grads(spec, 2), seq=0).result(WAIT)  # a repeat travels too
         assert moved("push") == sum(u.numel * u.dtype.itemsize for u in units if u.trainable) + units[1].size_bytes
-        assert recorder.timing(FETCH_SECONDS, transport="grpc").count == 6
-        assert recorder.timing(PUSH_SECONDS, transport="grpc").count == 3
+        until(lambda: recorder.timing(FETCH_SECONDS, transport="grpc").count == 6)  # after what waits for it goes on
+        until(lambda: recorder.timing(PUSH_SECONDS, transport="grpc").count == 3)
 
 
 # ---- waits

@@ -25,7 +25,7 @@ LONG = 60.0
 def in_a_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
     @functools.wraps(test)
     def run() -> None:
-        asyncio.run(asyncio.wait_for(test(), 10.0))
+        asyncio.run(asyncio.wait_for(test(), 60.0))
 
     return run
 

@@ -30,7 +30,7 @@ from store.stores import TOKEN, connect, connected, owner_process
 from store.toy import WAIT, Rank, make_spec, random_grads, started, take_step
 
 TIMEOUT_S = 3.0
-BUSY_S = 20.0  # what a crowded machine may add to any of the times here
+BUSY_S = 60.0  # what a crowded machine may add to any of the times here
 
 WAYS = ["grpc"] if why_no_sharing() is not None else ["grpc", "shm"]
 
