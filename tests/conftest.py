@@ -6,8 +6,10 @@ import gc
 import multiprocessing
 import os
 import sys
+import time
 from collections.abc import Iterator
 from multiprocessing import forkserver
+from unittest.mock import patch
 
 import pytest
 from hypothesis import settings
@@ -97,9 +99,23 @@ def one_thread() -> Iterator[None]:
 def local_ray() -> Iterator[None]:
     """One Ray for the tests of all folders, with more CPUs than the machine has: they are only counted."""
     import ray  # not above: it takes 1 s, which most tests do without
+    from ray._private import services
 
-    memory = 200 << 20
-    ray.init("local", num_cpus=8, include_dashboard=False, logging_level="ERROR", object_store_memory=memory)
+    get_node, memory = services.get_node, 200 << 20
+
+    def get_at_last(*asked: object) -> object:
+        """What is known of a node once it has started. Ray gives up after 30 s, however busy the machine is."""
+        until = time.monotonic() + 100
+        while True:
+            try:
+                return get_node(*asked)
+            except RuntimeError:
+                if time.monotonic() > until:
+                    raise
+            time.sleep(0.1)
+
+    with patch.object(services, "get_node", get_at_last):
+        ray.init("local", num_cpus=8, include_dashboard=False, logging_level="ERROR", object_store_memory=memory)
     yield
     ray.shutdown()
 
