@@ -543,6 +543,7 @@ def test_a_loops_own_attributes_and_entries_of_the_defaults_of_torchs_classes_st
         lambda state, param: list(state),
         lambda state, param: len(state),
         lambda state, param: param in state,
+        lambda state, param: copy.deepcopy(state),
     ],
 )
 def test_states_that_are_not_here_cannot_be_read_or_changed(use: Callable[[Any, Any], object]) -> None:
