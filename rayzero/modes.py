@@ -26,6 +26,12 @@ _C: Any = torch._C
 _dispatch_modes: Callable[[], int] = _C._len_torch_dispatch_stack
 _function_modes: Callable[[], int] = _C._len_torch_function_stack
 
+NO_CAPTURE = (
+    "a prepared model cannot be captured whole (torch.export, torch.jit.trace, fullgraph=True), because its parameters "
+    "come and go in hooks outside of graphs: build the model anew, load rayzero.full_state_dict(model) into it, and "
+    "capture that one"
+)
+
 
 class MachineMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode that stands for the machine (its streams, its memory): RayZero's work stays inside of it."""
@@ -82,7 +88,7 @@ def outside_graphs(function: F) -> F:
     skip = frames._FrameAction.SKIP
     frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
     marked: Any = function
-    marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, "RayZero's hooks run outside of graphs"
+    marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, NO_CAPTURE
     return function
 
 

@@ -41,7 +41,7 @@ class RemoteFolder:
 
     def __init__(self, url: str) -> None:
         """Raises UnsupportedError that names the package to install if fsspec or the protocol's package is missing, or
-        if no package knows the protocol."""
+        if no package knows the protocol; CheckpointError if the storage cannot be opened."""
         self.url = url.rstrip("/")
         self._fs, self._path = _open(self.url)
 
@@ -115,6 +115,8 @@ def _open(url: str) -> tuple[Any, str]:
         raise UnsupportedError(f"{url} needs a package that is missing ({_one_line(exc)}): {install}") from exc
     except ValueError as exc:
         raise UnsupportedError(f"{url}: no storage is known as {protocol}:// ({_one_line(exc)})") from exc
+    except Exception as exc:  # some connect at once, or need more than a URL says
+        raise CheckpointError(f"{url} cannot be opened: {_one_line(exc)}") from exc
     return fs, str(path).rstrip("/")
 
 

@@ -66,6 +66,7 @@ log = logging.getLogger(__name__)
 M = TypeVar("M", bound=nn.Module)
 
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
 _NO_GROUP = -1  # the group of a slot that no parameter group has; it is never updated
 
 _engines: WeakKeyDictionary[nn.Module, ReferenceType[Engine]] = WeakKeyDictionary()
@@ -289,6 +290,12 @@ def _refuse_prepared(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
             "a torch.jit.ScriptModule cannot be prepared, because it reads parameters without going through Python; "
             "pass the model that it was compiled from"
         )
+    for kind in (kind for module in model.modules() for kind in type(module).__mro__):
+        if kind.__name__ in _WRAPPERS and kind.__module__.startswith("torch."):
+            raise UnsupportedError(
+                f"the model has a {kind.__name__} in it, which would keep its gradients from the owners, who average "
+                "them over the ranks; give rayzero.prepare() the model that it wraps"
+            )
     if any(_has_stepped(state) for part in given for state in part.state.values()):
         raise UnsupportedError(
             "the optimizer has stepped already, and prepare() would lose its state; pass a new optimizer, and load "

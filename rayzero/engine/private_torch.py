@@ -56,6 +56,15 @@ def has_memory(tensor: Tensor) -> bool:
     return True
 
 
+def is_averaged(model: torch.nn.Module) -> bool:
+    """Whether the forward of a DistributedDataParallel is running that has ``model`` in it."""
+    running: Any = torch.nn.parallel.DistributedDataParallel._active_ddp_module
+    return running is not None and any(module is model for module in running.modules())
+
+
+is_tracing: Callable[[], bool] = _C._is_tracing
+"""Whether torch.jit.trace runs."""
+
 use_count: Callable[[int], int] = _C._storage_Use_Count
 """How many C++ owners the storage with this key has: :data:`AT_REST` when only its parameter holds it."""
 

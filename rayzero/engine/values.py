@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from rayzero.engine.autograd.hooks import ModuleHook
-from rayzero.engine.private_torch import storage_keys
+from rayzero.engine.private_torch import is_averaged, storage_keys
 from rayzero.engine.units.param_unit import ParamUnit
 from rayzero.engine.units.unit_cache import UnitCache
 from rayzero.errors import UnsupportedError
@@ -89,8 +89,13 @@ class Registered:
         self._keys = [unit.keys[slot] for unit, slot in self._places]
 
     def check(self) -> None:
-        """Raise UnsupportedError, naming the first Parameter that is another object or has other memory than at
-        prepare()."""
+        """Raise UnsupportedError if the owners would not get the gradients, naming the first Parameter that is another
+        object or has other memory than at prepare(), if one is."""
+        if is_averaged(self._model):
+            raise UnsupportedError(
+                "a DistributedDataParallel around a prepared model would keep its gradients from the owners, who "
+                "average them over the ranks; call the model that rayzero.prepare() returned"
+            )
         with plain():
             now = [table.get(name) for table, name in self._entries]
             keys = storage_keys(self._params)

@@ -126,6 +126,21 @@ def test_a_run_does_not_go_on_from_an_older_checkpoint_beside_newer_ones(tmp_pat
     assert find_start(config(tmp_path, resume=str(older))).step == 10
 
 
+@pytest.mark.parametrize("find", [find_start, RunDirectory.open])
+@pytest.mark.parametrize("taken", ["demo", "demo/checkpoints", "", "broken link"])
+def test_a_place_that_cannot_be_a_folder_is_refused_before_anything_starts(tmp_path, find, taken):
+    storage = tmp_path / "runs"
+    if taken == "broken link":
+        storage.symlink_to(tmp_path / "nothing" / "there")
+    else:
+        (storage / taken).parent.mkdir(parents=True, exist_ok=True)
+        (storage / taken).touch()
+    before = set(tmp_path.rglob("*"))
+    with pytest.raises(ConfigError, match=r"--run-dir: cannot make .*runs.*demo.*, because .*runs.* is not a folder"):
+        find(config(storage), setting="--run-dir")
+    assert set(tmp_path.rglob("*")) == before
+
+
 def renamed(checkpoint: Path, name: str) -> Path:
     """The same under a name of the user's."""
     return checkpoint.rename(checkpoint.with_name(name))

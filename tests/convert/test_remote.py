@@ -292,6 +292,13 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         RemoteFolder("s3://bucket/run")
 
 
+@pytest.mark.parametrize("url", ["ftp://127.0.0.1:1/run", "reference://run", "dir://run"])
+def test_a_storage_that_cannot_be_opened_is_one_line(url: str) -> None:
+    """Some connect at once, some lack arguments that no URL carries; each raises what it likes."""
+    with pytest.raises(CheckpointError, match=rf"^{url} cannot be opened: [^\n]+$"):
+        RemoteFolder(url)
+
+
 def test_places_that_are_not_what_is_asked_for() -> None:
     with pytest.raises(ConfigError, match="rayzero convert URL FOLDER"):
         rayzero.Weights("memory://x/y")

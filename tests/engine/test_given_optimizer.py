@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -554,6 +556,9 @@ def test_states_that_are_not_here_cannot_be_read_or_changed(use: Callable[[Any, 
         optimizer.state = {}
     with pytest.raises(UnsupportedError, match=r"optimizer\.state is empty"):
         optimizer.state[model[0].weight] = {"momentum_buffer": torch.ones(64, 64)}
+    for each, copied in itertools.product((optimizer, given), (copy.deepcopy, pickle.dumps)):
+        with pytest.raises(UnsupportedError, match=r"optimizer\.state is empty"):
+            copied(each)
     train(model, optimizer, 1)
     for each in (optimizer, given):
         with pytest.raises(UnsupportedError, match=r"optimizer\.state is empty, .*state_dict\(\)"):

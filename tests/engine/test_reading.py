@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked import forked
 from torch import nn
+from torch.nn.utils import parametrizations
 
 import rayzero
 from rayzero.engine.context import RankContext
@@ -118,3 +122,72 @@ def test_a_model_can_be_moved_to_where_it_is_with_gradients_that_have_left(alone
     optimizer.step()
     model.to("cpu").float()
     optimizer.zero_grad()
+
+
+# ---- uses that would go past the owners ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    dist = torch.distributed
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def _in_ddp(model: nn.Module) -> None:
+    nn.parallel.DistributedDataParallel(nn.Sequential(model))(tokens(0)[0])
+
+
+CAPTURED = r"captured whole \(torch\.export, torch\.jit\.trace, .*full_state_dict"
+USES: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
+    "DistributedDataParallel": (_in_ddp, "DistributedDataParallel around a prepared model"),
+    "export": (lambda m: torch.export.export(m, (tokens(0)[0],)), CAPTURED),
+    "strict export": (lambda m: torch.export.export(m, (tokens(0)[0],), strict=True), CAPTURED),
+    "jit.trace": (lambda m: torch.jit.trace(m, (tokens(0)[0],)), CAPTURED),
+    "new Parameter": (lambda m: nn.Parameter(m.norm.weight), r"nn\.Parameter of .*param\.detach\(\)\.clone"),
+    "weight_norm": (lambda m: parametrizations.weight_norm(m.layers[0].up), r"nn\.Parameter of .*parametrize"),
+    "from_pretrained": (lambda m: nn.Embedding.from_pretrained(m.embed.weight), r"nn\.Parameter of .*parametrize"),
+    "t_": (lambda m: torch.no_grad()(m.embed.weight.t_)(), r"t_\(\) on a Parameter of shape \(32, 64\)"),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_what_would_take_its_gradients_or_its_memory_is_refused_by_name(
+    use: str, alone: RankContext, group: None
+) -> None:
+    """Under DistributedDataParallel it trained, to other weights. After each refusal it trains as if nothing was."""
+    act, says = USES[use]
+    config = tight(Net()) if use == "jit.trace" else None  # a trace of a model that stays up goes on
+    model, optimizer = prepared_copy(seeded(Net), torch.optim.SGD, config, lr=0.1)
+    with pytest.raises(Exception, match=says):
+        act(model)
+    expected, plain = prepared_copy(seeded(Net), torch.optim.SGD, lr=0.1)
+    for each, its in ((model, optimizer), (expected, plain)):
+        token_loss(each, tokens(0)).backward()
+        its.step()
+    assert same_bits(rayzero.full_state_dict(model), rayzero.full_state_dict(expected))
+
+
+def test_its_values_as_another_class_are_brought(alone: RankContext) -> None:
+    """Torch reads the memory without asking the Parameter's class: the process died."""
+    model, _, _ = _fresh()
+    weight = model.layers[1].up.weight
+    assert torch.equal(weight.as_subclass(torch.Tensor).detach(), weight.detach())
+
+
+def test_a_copy_that_asks_no_class_ends_the_process() -> None:
+    """Torch's C++ reads memory that is not there. Once it asks the Parameter first, a row of the page of differences
+    goes."""
+    program = """
+        import torch, rayzero
+        model = torch.nn.Linear(64, 64)
+        rayzero.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        print("prepared", flush=True)
+        torch.tensor(model.weight)
+    """
+    with forked(program, quiet=True) as process:
+        assert process.said() == "prepared"
+        assert process.wait(60) == -signal.SIGSEGV

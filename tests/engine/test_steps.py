@@ -249,6 +249,14 @@ def _scripted() -> tuple[nn.Module, Optimizer]:
     return model, adamw(model.parameters())
 
 
+def _averaged() -> tuple[nn.Module, Optimizer]:
+    """Wrapped, but for the process group that its constructor asks for."""
+    wrapper = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
+    nn.Module.__init__(wrapper)
+    wrapper.module = nn.Linear(2, 2)
+    return wrapper, adamw(wrapper.parameters())
+
+
 def _stepped() -> tuple[nn.Module, Optimizer]:
     model = seeded(Net)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -270,6 +278,7 @@ def _shared() -> tuple[nn.Module, Optimizer]:
         (_stranger, r"parameter 0 of the optimizer's group 0 \(shape \(3, 2\)\) is not in the model"),
         (_on_meta, "'embed.weight' is on the meta device"),
         (_scripted, "ScriptModule"),
+        (_averaged, "DistributedDataParallel in it"),
         (_stepped, "stepped already"),
         (_shared, "'a.weight' belongs to another prepared model"),
     ],

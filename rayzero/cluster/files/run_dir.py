@@ -296,7 +296,9 @@ def find_start(config: RunConfig, successor: Successor | None = None, *, setting
     checkpoints = checkpoints_of(path)
     lock = _lock_run(path, checkpoints)
     with nullcontext() if lock is None else closing(lock):
-        return _choose(config, path, _record_before(path), checkpoints, successor, setting)
+        start = _choose(config, path, _record_before(path), checkpoints, successor, setting)
+        _require_place(checkpoints.folder, setting)
+        return start
 
 
 def _lock_run(path: Path, checkpoints: RunCheckpoints) -> RunLock | None:
@@ -434,9 +436,17 @@ def _refuse_older(start: StartPoint, checkpoints: RunCheckpoints, setting: str) 
 
 
 def _make(path: Path, setting: str) -> None:
+    _require_place(path, setting)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{setting}: cannot make {path}: {error.strerror}") from error
-    if not os.access(path, os.W_OK):
-        raise ConfigError(f"{setting}: cannot write to {path}")
+
+
+def _require_place(path: Path, setting: str) -> None:
+    """Raise ConfigError if ``path`` is no folder that can be written to, nor one that can be made. Makes nothing."""
+    there = next(each for each in (path, *path.parents) if os.path.lexists(each))
+    if not there.is_dir():
+        raise ConfigError(f"{setting}: cannot make {path}, because {there} is not a folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"{setting}: cannot write to {there}")

@@ -42,10 +42,16 @@ _GET_FLAG = _FLAG.__get__
 _ON_SELF = frozenset([_FLAG.__set__, Tensor.requires_grad_])
 _BY_EDGES: frozenset[Any] = frozenset([torch.autograd.grad, torch.autograd.backward])
 _APPLY = nn.Module._apply.__code__
+_NEW = nn.Parameter.__new__.__code__
+_IN_ANOTHER_SHAPE = frozenset(
+    getattr(Tensor, f"{name}_")
+    for name in ("t", "transpose", "swapaxes", "swapdims", "squeeze", "unsqueeze", "as_strided")
+)
 _ON_GRAD = frozenset([_GET_GRAD, _GRAD.__set__, _GRAD.__delete__])
 
 
 _Held = TypeVar("_Held")
+_Kind = TypeVar("_Kind", bound=Tensor)
 
 
 class Toucher(Protocol):
@@ -105,6 +111,16 @@ class ShardedParameter(AbsentParameter):
         if func in _ON_SELF:
             on = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
             cls.toucher.set_flag(args[0], cls.unit, bool(on))
+        if func == Tensor.detach and sys._getframe(1).f_code is _NEW:
+            raise UnsupportedError(
+                "an nn.Parameter of a prepared model's Parameter (torch.nn.utils.parametrize makes one) would share "
+                "its memory, which comes and goes; make it before rayzero.prepare(), or of param.detach().clone()"
+            )
+        if func in _IN_ANOTHER_SHAPE and isinstance(args[0], cls):
+            raise UnsupportedError(
+                f"{func.__name__}() on a Parameter of shape {tuple(args[0].shape)} after rayzero.prepare() would "
+                "change its shape or strides, which the owners know it by; change them before"
+            )
         if func == set_data:
             return cls._set_data(*args)
         if func == Tensor.copy_ and isinstance(args[0], cls) and cls.toucher.take_loaded(args[0], cls.unit, args[1]):
@@ -156,6 +172,11 @@ class ShardedParameter(AbsentParameter):
         """Pickles as a Parameter of the class that it had before prepare, with the full values."""
         with type(self).brought([self]):
             return self.__reduce_ex__(protocol)  # the open class's
+
+    def as_subclass(self, cls: type[_Kind]) -> _Kind:
+        """As torch's, which asks no ``__torch_function__``."""
+        with type(self).brought([self]):
+            return self.as_subclass(cls)  # the open class's
 
     def __repr__(self, **how: Any) -> str:  # type: ignore[override]
         with type(self).brought([self]):

@@ -56,7 +56,7 @@ class OwnedStates(dict[Any, Any]):
         )
 
     __getitem__ = __setitem__ = __delitem__ = __ior__ = refuse
-    clear = pop = popitem = setdefault = update = refuse
+    clear = pop = popitem = setdefault = update = __reduce_ex__ = refuse
 
 
 def _until_stepped(name: str) -> Any:
