@@ -260,7 +260,7 @@ class Follower:
         """Do what follows from recoveries and changes of the owners that were entered just now."""
         recovered, rescales = len(self._journal.recoveries), len(self._journal.rescales)
         if recovered > self._recovered and self._watch.verdict(time.monotonic()) is Verdict.RUNNING:
-            self._actors.spares.fill()  # now: a process that imports would have slowed the one that others waited for
+            self._actors.fill_spares()  # now: a process that imports would have slowed the one that others waited for
             self._note_spares()
         for rescaled in self._journal.rescales[self._rescaled :]:
             self._autoscaling.ended(rescaled)
