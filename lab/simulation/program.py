@@ -127,7 +127,6 @@ def record_steps(
         root,
         {unit.index for unit in layout.units if unit.trainable},
         step=step,
-        transfers=transfers,
         residency=_Bytes(layout.units, budget=config.gpu_param_memory_budget, device=torch.device("cpu"), poison=False),
         config=config,
         recorder=recorder,

@@ -104,7 +104,6 @@ class Engine:
             plan.root,
             self.trained.of_unit,
             step=step,
-            transfers=self.transfers,
             residency=residency,
             config=config,
             recorder=recorder,
