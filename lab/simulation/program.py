@@ -19,7 +19,6 @@ from torch import Tensor
 from rayzero.concurrency.futures import settled
 from rayzero.config import ZeroConfig
 from rayzero.engine.rank_step import RankStep
-from rayzero.engine.step_clock import StepClock
 from rayzero.engine.units.param_unit import ParamUnit
 from rayzero.engine.units.residency import Residency, UnitBuffer
 from rayzero.engine.units.schedule import Phase, PrefetchPace
@@ -122,21 +121,12 @@ def record_steps(
     transfers = UnitTransfers(cast(ParameterStore, _Store()), BufferPool())
     units = [_Unit(unit, [], []) for unit in layout.units]
     recorder: Any = NullRecorder()
-    step = RankStep(
-        transfers,
-        rank=0,
-        world_size=1,
-        num_units=len(units),
-        step=0,
-        clock=StepClock(recorder),
-        spans=recorder.spans,
-    )
+    step = RankStep(transfers, recorder, rank=0, world_size=1, num_units=len(units))
     cache = UnitCache(
         units,
         root,
         {unit.index for unit in layout.units if unit.trainable},
         step=step,
-        transfers=transfers,
         residency=_Bytes(layout.units, budget=config.gpu_param_memory_budget, device=torch.device("cpu"), poison=False),
         config=config,
         recorder=recorder,

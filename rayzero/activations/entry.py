@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Generic, TypeVar
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from rayzero.activations.host_pool import HostBuffer
+from rayzero.activations.ledger import Ledger
 from rayzero.codecs import RAW, Codec
 from rayzero.lanes import Event
 from rayzero.tensor_metadata import plain
@@ -212,14 +213,13 @@ def check_version(probe: Tensor, expected: int, shown: object) -> None:
 class Resident:
     """The device bytes of an entry on its way out; ``bytes`` is None once the device memory may be freed.
 
-    Its copy may clear it in any thread, so read ``bytes`` once into a local. ``on_clear(nbytes)`` is called once, in
-    the thread that lets the memory go."""
+    Its copy may clear it in any thread, so read ``bytes`` once into a local. The ledger hears of it once."""
 
-    __slots__ = ("_held", "_lock", "_on_clear", "bytes")
+    __slots__ = ("_held", "_ledger", "_lock", "bytes")
 
-    def __init__(self, data: Tensor, on_clear: Callable[[int], None]) -> None:
+    def __init__(self, data: Tensor, ledger: Ledger) -> None:
         self.bytes: Tensor | None = data  # 1D uint8 on the device; freed by: clear()
-        self._on_clear = on_clear
+        self._ledger = ledger
         self._held = False
         self._lock = threading.Lock()
 
@@ -237,7 +237,7 @@ class Resident:
                 return
             data, self.bytes = self.bytes, None
         if data is not None:
-            self._on_clear(data.numel())
+            self._ledger.drop_device(data.numel())
 
 
 class EntryPlace(Enum):

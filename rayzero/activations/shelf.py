@@ -48,7 +48,7 @@ class Shelf:
         entry.lease, entry.codec, entry.captured = lease, codec, self._lane.capturing()
         entry.head = source[: source.numel() - take].clone() if take < source.numel() else None
         self._ledger.add_device(source.numel() + (0 if entry.head is None else entry.head.numel()))
-        entry.resident = Resident(source, self._ledger.drop_device)
+        entry.resident = Resident(source, self._ledger)
         self._ledger.moved("out", take)
         entry.departure = self._copy_out(entry, entry.resident, source, take)
         return True

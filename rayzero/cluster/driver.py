@@ -26,7 +26,6 @@ from rayzero.cluster.files.run_dir import RunDirectory
 from rayzero.cluster.files.run_record import RECORD
 from rayzero.cluster.files.tracing import TRACE_FILE, write_trace
 from rayzero.cluster.janitor import Remains, announced
-from rayzero.cluster.journal import Journal, OnPhase, OnReport, OnStart, RecordWriter, RunRequest
 from rayzero.cluster.nodes.local_ray import LocalRay
 from rayzero.cluster.nodes.places import Reservation, placed
 from rayzero.cluster.nodes.resources import plan_resources, rescaled
@@ -35,6 +34,7 @@ from rayzero.cluster.processes.rank_worker import pack_loop
 from rayzero.cluster.roster import Certificates
 from rayzero.cluster.run import Recovery, RunState, rank_name
 from rayzero.cluster.run_actors import RunActors
+from rayzero.cluster.status import OnPhase, OnReport, OnStart, RecordWriter, RunRequest, RunStatus
 from rayzero.cluster.supervision import Verdict, interruptible, postponed, run_failed
 from rayzero.cluster.upkeep.follower import Follower
 from rayzero.config import RunConfig, ScalingConfig, ZeroConfig
@@ -182,8 +182,8 @@ class ZeroTrainer:
     def _fit(
         self, directory: RunDirectory, ray: LocalRay | None, raise_on_error: bool, saves_checkpoints: bool
     ) -> Result:
-        journal = Journal()
-        record = RecordWriter(journal, directory, self._zero, self._scaling, self._run)
+        status = RunStatus()
+        record = RecordWriter(status, directory, self._zero, self._scaling, self._run)
         trim_log(directory.path, directory.rows_until)
         error: RunFailedError | None = None
         refused = False  # nothing was started: an earlier run's record stays
@@ -198,16 +198,16 @@ class ZeroTrainer:
         try:
             with interruptible():
                 record.write()
-                drive(request, journal)
-            journal.state = RunState.FINISHED
+                drive(request, status)
+            status.state = RunState.FINISHED
         except RunFailedError as failed:
-            journal.state, error = RunState.FAILED, failed
+            status.state, error = RunState.FAILED, failed
         except (KeyboardInterrupt, SystemExit):
-            journal.state = RunState.STOPPED
+            status.state = RunState.STOPPED
             raise
         except BaseException:
-            refused = journal.state is RunState.STARTING and not journal.restarts
-            journal.state = RunState.FAILED
+            refused = status.state is RunState.STARTING and not status.restarts
+            status.state = RunState.FAILED
             raise
         finally:
             if refused:
@@ -215,15 +215,15 @@ class ZeroTrainer:
             else:
                 directory.checkpoints.latest = directory.checkpoints.catalog().newest()
                 record.write(error)
-            self._write_trace(directory, journal)
+            self._write_trace(directory, status)
         if error is not None and raise_on_error:
             raise error
-        return _result(directory, journal, error, record.seconds)
+        return _result(directory, status, error, record.seconds)
 
-    def _write_trace(self, directory: RunDirectory, journal: Journal) -> None:
+    def _write_trace(self, directory: RunDirectory, status: RunStatus) -> None:
         """Write the trace, if the run keeps one, from the processes that could still send their spans."""
         steps = self._run.telemetry.trace_steps
-        traces = {who: measured.trace for who, measured in journal.measured.items() if measured.trace is not None}
+        traces = {who: measured.trace for who, measured in status.measured.items() if measured.trace is not None}
         if steps is not None and traces:
             try:
                 write_trace(directory.path / TRACE_FILE, self._run.name, last_steps(traces, steps))
@@ -249,16 +249,16 @@ class PhaseLines:
         print(f"{monotonic() - self._started:5.1f} s  {phase}", file=sys.stderr, flush=True)
 
 
-def _result(directory: RunDirectory, journal: Journal, error: RunFailedError | None, seconds: float) -> Result:
-    latest = journal.latest
-    num_ranks = sum(member.who.startswith("rank") for member in journal.members)
+def _result(directory: RunDirectory, status: RunStatus, error: RunFailedError | None, seconds: float) -> Result:
+    latest = status.latest
+    num_ranks = sum(member.who.startswith("rank") for member in status.members)
     return Result(
         metrics=dict(latest[0].metrics) if 0 in latest else {},
         path=directory.path,
         checkpoint=directory.checkpoints.latest,
         error=error,
         metrics_per_rank=tuple(dict(latest[rank].metrics) if rank in latest else {} for rank in range(num_ranks)),
-        measured=dict(journal.measured),
+        measured=dict(status.measured),
         seconds=seconds,
     )
 
@@ -266,8 +266,8 @@ def _result(directory: RunDirectory, journal: Journal, error: RunFailedError | N
 # ---- one run --------------------------------------------------------------------------------------------------------
 
 
-def drive(request: RunRequest, journal: Journal) -> None:
-    """Run to the end and leave nothing behind; keeps ``journal`` up to date.
+def drive(request: RunRequest, status: RunStatus) -> None:
+    """Run to the end and leave nothing behind; keeps ``status`` up to date.
 
     A run that has lost what only a checkpoint brings back starts again from the newest one, ``max_failures`` times at
     most. Raises RunFailedError with the cause, ConfigError when the cluster has no place for the run, and what a signal
@@ -276,15 +276,15 @@ def drive(request: RunRequest, journal: Journal) -> None:
     """
     start = request.directory.start
     with ray_session(request.on_phase, request.ray):
-        journal.ray_address = ray.get_runtime_context().gcs_address
+        status.ray_address = ray.get_runtime_context().gcs_address
         refuse_name_in_use(request.run.name, _GONE_S if start.is_after_kill else 0.0)
         if start.step or start.why:
             request.on_phase(str(start))
         scaling, owned = request.scaling, start.ownership
         scaling = scaling if owned is None else _of(scaling, owned.num_optimizers)
-        lost = _run_once(replace(request, scaling=scaling), journal)
+        lost = _run_once(replace(request, scaling=scaling), status)
         while lost is not None:
-            lost = _again(request, journal, lost)
+            lost = _again(request, status, lost)
 
 
 def _of(scaling: ScalingConfig, num_optimizers: int) -> ScalingConfig:
@@ -292,28 +292,28 @@ def _of(scaling: ScalingConfig, num_optimizers: int) -> ScalingConfig:
     return scaling.replace(num_optimizers=num_optimizers, max_optimizers=most and max(most, num_optimizers))
 
 
-def _again(request: RunRequest, journal: Journal, lost: RunFailedError) -> RunFailedError | None:
-    journal.state = RunState.STARTING
-    journal.restarts += 1
+def _again(request: RunRequest, status: RunStatus, lost: RunFailedError) -> RunFailedError | None:
+    status.state = RunState.STARTING
+    status.restarts += 1
     try:
-        _prepare_again(request, journal, lost)
-        scaling = _of(request.scaling, journal.num_optimizers or request.scaling.num_optimizers)
+        _prepare_again(request, status, lost)
+        scaling = _of(request.scaling, status.num_optimizers or request.scaling.num_optimizers)
         scaling = _places_left(scaling, request.zero.placement)
-        return _run_once(replace(request, scaling=scaling), journal)
+        return _run_once(replace(request, scaling=scaling), status)
     except (RayZeroError, OSError) as failed:
-        if journal.state is not RunState.STARTING:
+        if status.state is not RunState.STARTING:
             raise
-        if not isinstance(failed, RunFailedError) or journal.outlived >= request.run.max_failures:
+        if not isinstance(failed, RunFailedError) or status.outlived >= request.run.max_failures:
             raise RunFailedError(f"{lost}\nThe run cannot start again: {failed}") from failed
-        journal.outlived += 1
+        status.outlived += 1
         return failed
 
 
-def _prepare_again(request: RunRequest, journal: Journal, lost: RunFailedError) -> None:
-    directory, wait_s = request.directory, wait_before_restart(journal.restarts)
+def _prepare_again(request: RunRequest, status: RunStatus, lost: RunFailedError) -> None:
+    directory, wait_s = request.directory, wait_before_restart(status.restarts)
     directory.restart()
     trim_log(directory.path, directory.rows_until)
-    left = still_outlived(request.run.max_failures, journal.outlived)
+    left = still_outlived(request.run.max_failures, status.outlived)
     why = str(lost).partition("\n")[0]
     request.on_phase(f"{why}; {directory.start}, in {wait_s:g} s {left}")
     request.record.write()
@@ -331,7 +331,7 @@ def _places_left(scaling: ScalingConfig, placement: Placement) -> ScalingConfig:
     return scaling
 
 
-def _run_once(request: RunRequest, journal: Journal) -> RunFailedError | None:
+def _run_once(request: RunRequest, status: RunStatus) -> RunFailedError | None:
     """Start the run and follow it. Returns None at its good end, and what ended it if it may start again."""
     scaling, run = request.scaling, request.run.name
     plan = plan_resources(scaling, alive_nodes(), request.zero.placement)
@@ -348,36 +348,36 @@ def _run_once(request: RunRequest, journal: Journal) -> RunFailedError | None:
     certificates = Certificates(run, request.run.security, request.access)
     viewer = None if request.access is None else request.access.viewer
     tools = viewable(request.directory.path, viewer, certificates.of_follower())
-    loggers = _loggers(request, journal)
+    loggers = _loggers(request, status)
     with (
         loggers,
         places as placement,
         tools,
         RunActors(run, placement, certificates, log) as actors,
     ):
-        _start(request, placement, actors, journal)
+        _start(request, placement, actors, status)
         loggers.start(actors.coordinator.logged.remote)
         try:
             with _discoverable(request, actors):
-                lost = _follow(request, actors, journal)
+                lost = _follow(request, actors, status)
                 if lost is not None:
                     loggers.state = "restarting"
                     actors.end(politely=False)
                 return lost
         finally:
-            journal.rescaling, journal.replacing = None, []
+            status.rescaling, status.replacing = None, []
             request.directory.let_go()  # now that the owners have them; the actors' end sweeps
 
 
-def _loggers(request: RunRequest, journal: Journal) -> Loggers:
+def _loggers(request: RunRequest, status: RunStatus) -> Loggers:
     """Of this start of the run. They begin anew where the run does: not if it starts again by itself."""
-    anew = request.directory.rows_until < 0 and not journal.restarts
+    anew = request.directory.rows_until < 0 and not status.restarts
     path = request.directory.path
-    journal.loggers = Loggers(request.run.report_to, request.run.name, path, request.settings, anew)
-    return journal.loggers
+    status.loggers = Loggers(request.run.report_to, request.run.name, path, request.settings, anew)
+    return status.loggers
 
 
-def _start(request: RunRequest, placement: Reservation, actors: RunActors, journal: Journal) -> None:
+def _start(request: RunRequest, placement: Reservation, actors: RunActors, status: RunStatus) -> None:
     start, run = request.directory.start, request.run
     goes_on, replaces = start.continuation is not None, run.max_failures > 0
     over = None if goes_on else start.former
@@ -386,7 +386,7 @@ def _start(request: RunRequest, placement: Reservation, actors: RunActors, journ
         request.on_phase(
             f"starting {count(doors, 'more optimizer actor')}, without shards, for ranks that have none near"
         )
-    journal.addresses = actors.start(
+    status.addresses = actors.start(
         request.zero,
         run.telemetry,
         ownership,
@@ -401,20 +401,20 @@ def _start(request: RunRequest, placement: Reservation, actors: RunActors, journ
         warm_spares=run.warm_spares,
     )
     _see_storage(request, actors)
-    journal.members = list(actors.members.values())
-    journal.latest = {rank: report for rank, report in journal.latest.items() if rank_name(rank) in actors.members}
-    journal.measured = {who: measured for who, measured in journal.measured.items() if who in actors.members}
-    journal.targets = actors.exporters.targets
+    status.members = list(actors.members.values())
+    status.latest = {rank: report for rank, report in status.latest.items() if rank_name(rank) in actors.members}
+    status.measured = {who: measured for who, measured in status.measured.items() if who in actors.members}
+    status.targets = actors.exporters.targets
     actors.move(RunState.RUNNING)
-    journal.state = RunState.RUNNING
-    if journal.lost_at is not None:
-        seconds, journal.lost_at = time.monotonic() - journal.lost_at, None
+    status.state = RunState.RUNNING
+    if status.lost_at is not None:
+        seconds, status.lost_at = time.monotonic() - status.lost_at, None
         actors.coordinator.recovered.remote("run", "the run", {"restart": seconds})
-        journal.recoveries.append(Recovery(who="the run", pid=None, seconds=seconds))
+        status.recoveries.append(Recovery(who="the run", pid=None, seconds=seconds))
     record = request.record.write()
     if request.on_start is not None:
         request.on_start(record)
-    is_https = any(target.scheme == "https" for target in journal.targets)
+    is_https = any(target.scheme == "https" for target in status.targets)
     if is_https and request.access is not None and request.access.given is None:
         request.on_phase(
             "metrics are readable for rayzero top and rayzero trace alone, because they cross the network; set "
@@ -460,8 +460,8 @@ def _discoverable(request: RunRequest, actors: RunActors) -> AbstractContextMana
     return announced(request.run.discovery_dir, request.run.name, service_discovery(actors.exporters.targets))
 
 
-def _follow(request: RunRequest, actors: RunActors, journal: Journal) -> RunFailedError | None:
-    follower = Follower(actors, journal, request)
+def _follow(request: RunRequest, actors: RunActors, status: RunStatus) -> RunFailedError | None:
+    follower = Follower(actors, status, request)
     try:
         watch = follower.follow()
         if watch.verdict(time.monotonic()) is Verdict.FINISHED:

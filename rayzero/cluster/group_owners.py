@@ -32,7 +32,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rayzero.cluster.actor_calls import ANSWER_S, refuse_name_in_use
 from rayzero.cluster.continuation import Continuation, Lost, await_left, choose
 from rayzero.cluster.janitor import Remains
-from rayzero.cluster.journal import Journal
 from rayzero.cluster.nodes.places import Reservation
 from rayzero.cluster.nodes.resources import Node
 from rayzero.cluster.nodes.session import alive_nodes
@@ -40,6 +39,7 @@ from rayzero.cluster.processes.rank_worker import RankStart
 from rayzero.cluster.roster import Certificates
 from rayzero.cluster.run import RunState
 from rayzero.cluster.run_actors import RunActors
+from rayzero.cluster.status import RunStatus
 from rayzero.cluster.supervision import Failure, shielded
 from rayzero.cluster.upkeep.ray_processes import RayProcesses
 from rayzero.cluster.upkeep.renewal import Renewal
@@ -286,7 +286,7 @@ class GroupOwners:
             replaces=self._max_failures > 0,
             stall_timeout=self._config.stall_timeout,
         )
-        self._replacement = Replacement(self._actors, self._controller, processes, Journal(say=log.warning))
+        self._replacement = Replacement(self._actors, self._controller, processes, RunStatus(say=log.warning))
         self._renewal = Renewal(self._actors, say=log.warning, others={"the workers": self._renew_workers})
         self._failure = None
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -134,10 +134,9 @@ class Spares:
 
     Knows actors that have no work yet; not who dies, or how one becomes an owner."""
 
-    def __init__(self, number: int, nodes: Sequence[str], make: Callable[[int], tuple[Any, Sequence[Any]]]) -> None:
-        """``number``: how many there shall be. ``nodes``: of each owner. ``make``: starts a process at the place of an
-        owner (by index), and returns its actor and its calls, see ``calls``."""
-        self._number, self._nodes, self._make = number, tuple(nodes), make
+    def __init__(self, number: int = 0, nodes: Sequence[str] = ()) -> None:
+        """``number``: how many there shall be. ``nodes``: of each owner."""
+        self._number, self._nodes = number, tuple(nodes)
         self._spares: dict[str, _Spare] = {}
         self._made = 0
         self.calls: dict[Any, str] = {}  # for ``take``: one answers when a process is up, one when it has died
@@ -150,20 +149,23 @@ class Spares:
     def members(self) -> list[Member]:
         return [spare.member for spare in self._spares.values() if spare.member is not None]
 
-    def fill(self) -> None:
-        """Start the missing ones, where the fewest are."""
-        while len(self._spares) < self._number:
-            there = Counter(spare.node for spare in self._spares.values())
-            owner = min(range(len(self._nodes)), key=lambda index: there[self._nodes[index]])
-            who = f"spare {self._made}"
-            actor, calls = self._make(owner)
-            self._spares[who] = _Spare(actor, self._nodes[owner])
-            self.calls |= dict.fromkeys(calls, who)
-            self._made += 1
+    def place(self) -> int | None:
+        """The owner (by index) at whose place the next one belongs, where the fewest are; None: none is missing."""
+        if len(self._spares) >= self._number:
+            return None
+        there = Counter(spare.node for spare in self._spares.values())
+        return min(range(len(self._nodes)), key=lambda index: there[self._nodes[index]])
+
+    def add(self, owner: int, actor: Any, calls: Iterable[Any]) -> None:
+        """A process has been started at the place of ``owner``. ``calls``: see ``calls``."""
+        who = f"spare {self._made}"
+        self._spares[who] = _Spare(actor, self._nodes[owner])
+        self.calls |= dict.fromkeys(calls, who)
+        self._made += 1
 
     def take(self, call: Any) -> Member | None:
-        """Take a call that has ended: the process that is up now, or None if it has died. A dead one is replaced by the
-        next ``fill``, not at once: it may have died of what will kill the next one too."""
+        """Take a call that has ended: the process that is up now, or None if it has died. A dead one is replaced
+        later, because it may have died of what will kill the next one too."""
         who = self.calls.pop(call)
         try:
             answer: Member = ray.get(call)

@@ -87,7 +87,7 @@ class RunActors:
         self._roster: OwnerRoster  # made by: start()
         self._joining: list[Joining] = []  # owners of the next epoch
         self._parted: dict[Any, OwnerPlace | None] = {}  # owner without shards, which ends -> its place
-        self.spares = Spares(0, (), self._make_spare)
+        self.spares = Spares()
 
     def __enter__(self) -> RunActors:
         return self
@@ -170,10 +170,8 @@ class RunActors:
         former = remains.lineage if succeeds else remains.over
         if share is not None and former is not None:
             take_over(share, former, is_continued=succeeds)
-        self.spares = Spares(
-            warm_spares, [self.members[who].node for who in self._roster.with_shards], self._make_spare
-        )
-        self.spares.fill()
+        self.spares = Spares(warm_spares, [self.members[who].node for who in self._roster.with_shards])
+        self.fill_spares()
         return addresses
 
     def check_files(
@@ -199,9 +197,11 @@ class RunActors:
         self.owners[who] = actor_class(OptimizerActor).options(**self.places.options(owner)).remote()
         return self.owners[who]
 
-    def _make_spare(self, owner: int) -> tuple[Any, list[Any]]:
-        actor = actor_class(OptimizerActor).options(**self._placement.spare_options(owner)).remote()
-        return actor, [control(actor.hello).remote(), actor.watch.remote()]
+    def fill_spares(self) -> None:
+        """Start the spare processes that are missing."""
+        while (owner := self.spares.place()) is not None:
+            actor = actor_class(OptimizerActor).options(**self._placement.spare_options(owner)).remote()
+            self.spares.add(owner, actor, [control(actor.hello).remote(), actor.watch.remote()])
 
     def _make_rank(self, rank: int) -> Any:
         threads = self._placement.plan.worker.threads
@@ -494,7 +494,7 @@ class RunActors:
         self.places.close()
         self._joining, self._parted = [], {}
         self.coordinator, self.owners, self.ranks = None, {}, {}
-        self.spares = Spares(0, (), self._make_spare)
+        self.spares = Spares()
         self.local.close()  # its janitor holds the slabs that successors may need
         if self._share is not None and self._share.is_dir():
             # slabs of killed processes on this node; other nodes have janitors (slabs/sweep.py)

@@ -29,13 +29,12 @@ from rayzero.engine.rank_products import RankProducts
 from rayzero.engine.rank_step import RankStep
 from rayzero.engine.step_clock import LoopMoments, PassTimes
 from rayzero.engine.units.param_unit import ParamUnit
+from rayzero.engine.units.partition import UnitPlan
 from rayzero.engine.units.residency import Residency, stays_up
 from rayzero.engine.units.schedule import Phase
-from rayzero.engine.units.transfers import UnitTransfers
 from rayzero.engine.units.unit_cache import UnitCache
 from rayzero.engine.values import Registered, StateDictLoad, UnitValues
 from rayzero.errors import GradientAccessError, UnsupportedError
-from rayzero.layout.model_layout import ModelLayout
 from rayzero.modes import NO_CAPTURE, outside_modes
 from rayzero.protocol.messages import GROUP, CheckpointInfo, FileEntry, Hyper, MeanInput, group_number
 from rayzero.telemetry.names import LEARNING_RATE
@@ -52,43 +51,39 @@ class Engine:
     def __init__(
         self,
         model: nn.Module,
-        layout: ModelLayout,
+        plan: UnitPlan,
         units: Sequence[ParamUnit],
         groups: Sequence[Sequence[int]],
-        root: Sequence[int],
         *,
         step: RankStep,
-        transfers: UnitTransfers,
         residency: Residency,
         config: ZeroConfig,
         recorder: Recorder,
-        measured: Recorder,
         number: int = 0,
     ) -> None:
         """``units``: at the version that is the open step's number. ``groups``: [unit][slot] -> parameter group, < 0
-        for none. ``root``: units of the root module. ``recorder``: of this model. ``measured``: of the rank, with all
-        of its models. ``number``: the prepared model's in its run."""
+        for none. ``recorder``: of this model. ``number``: the prepared model's in its run."""
         self.model = model
-        self.layout = layout
+        self.layout = plan.layout
         self.units = list(units)
         self.rank = step.rank
         self.number = number
-        self.store = transfers.store
+        self.transfers = step.transfers
+        self.store = self.transfers.store
         self.step_state = step
         self.config = config
         self.residency = residency
         self.device = residency.device
         self.made_at = time.monotonic()
         self.stepped_at = 0.0  # on the same clock; 0.0: not yet
-        self.transfers = transfers
         self._recorder = recorder
-        self.since = Since(measured)  # counts of the rank, for stats()
+        self.since = Since(recorder.process)  # for stats()
         self.clock = step.clock
-        self.passes = PassTimes(layout.units, step.clock, recorder.spans)
+        self.passes = PassTimes(self.layout.units, step.clock, recorder.spans)
         self._overlaps = (
             config.overlap == "forward"
             and config.overlap_computation
-            and not transfers.owners_are_here  # they would take the next forward's cores
+            and not self.transfers.owners_are_here  # they would take the next forward's cores
         )
         self._updating = False  # the last step's update may not be over
         self.calls: list[UnitCalls] = []
@@ -98,7 +93,7 @@ class Engine:
         self._in_forward = False
         self._trains_in = current_thread()  # the last thread that began a forward or a step
         self.loading = StateDictLoad()
-        self.resident = stays_up(layout, config)  # decided once: a recomputation must save what its forward saved
+        self.resident = stays_up(self.layout, config)  # decided once: a recomputation must save what its forward saved
         self._heap_until = step.step + HEAP_STEPS if self.device.type == "cpu" and not number else 0
         self.activations: ActivationOffload | None = None  # set by prepare if the config asks for it
         self.products: RankProducts | None = None  # freed by: close()
@@ -106,10 +101,9 @@ class Engine:
         self.trained = TrainedSlots(self.units, groups)
         self.cache = UnitCache(
             self.units,
-            root,
+            plan.root,
             self.trained.of_unit,
             step=step,
-            transfers=transfers,
             residency=residency,
             config=config,
             recorder=recorder,
@@ -123,7 +117,7 @@ class Engine:
         self.saved = SavedWeights(weights, self.collector, self.passes, self.cache, resident=self.resident)
         self.unfrozen = Unfrozen(units)
         self.registered = Registered(model, units)
-        self.memory = EngineMemory(self.device, residency, transfers, recorder)
+        self.memory = EngineMemory(residency, self.transfers, recorder)
         gathers = residency.has_buffers and not self.resident  # else autograd saves the Parameters themselves
         self.strategy = MemoryStrategy(config, self.memory, self.cache, recorder, gathers=gathers)
         self._unwatch = [recorder.watch(source) for source in (self.cache.readings, self.memory.readings)]

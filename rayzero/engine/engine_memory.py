@@ -199,15 +199,9 @@ class EngineMemory:
 
     Knows who holds memory; not what for."""
 
-    def __init__(
-        self,
-        device: torch.device,
-        residency: Residency,
-        transfers: UnitTransfers,
-        recorder: Recorder,
-    ) -> None:
-        """``device``: the one that the rank computes on."""
-        self.device, self._residency, self._transfers, self._recorder = device, residency, transfers, recorder
+    def __init__(self, residency: Residency, transfers: UnitTransfers, recorder: Recorder) -> None:
+        self.device = residency.device
+        self._residency, self._transfers, self._recorder = residency, transfers, recorder
         self._heap_peak = 0  # bytes; 0: not sampled yet
         self.freed: dict[str, Freed] = {}  # by action, since the start or the last reset of stats
         for action in ACTIONS:

@@ -42,9 +42,8 @@ from rayzero.engine.start.buffers import refuse_buffers
 from rayzero.engine.start.initial_values import InitialValues, refuse_apart, refuse_codes
 from rayzero.engine.start.plan_notes import tell_plan
 from rayzero.engine.start.unit_init import Init, materialise
-from rayzero.engine.step_clock import StepClock
 from rayzero.engine.units.param_unit import ParamUnit
-from rayzero.engine.units.partition import ROOT, UnitPlan, UnitRule, build_layout
+from rayzero.engine.units.partition import UnitPlan, UnitRule, build_layout
 from rayzero.engine.units.residency import Residency, mapped_units, stays_up
 from rayzero.engine.units.transfers import make_transfers
 from rayzero.engine.values import BeforeStateDictLoad
@@ -452,22 +451,19 @@ def _engine(
     transfers = make_transfers(store, device, units, pinned=config.pin_cpu_memory)
     step = RankStep(
         transfers,
+        recorder,
         rank=context.rank,
         world_size=context.world_size,
         num_units=len(units),
         step=version,
-        clock=StepClock(recorder, step=version),
-        spans=recorder.spans,
         life=context.life,
     )
     return Engine(
         model,
-        plan.layout,
+        plan,
         _make_units(plan, params, device),
         spec.group_of,
-        [unit for unit, module in enumerate(plan.modules) if module == ROOT],
         step=step,
-        transfers=transfers,
         residency=Residency(
             units,
             budget=config.gpu_param_memory_budget,
@@ -477,7 +473,6 @@ def _engine(
         ),
         config=config,
         recorder=recorder,
-        measured=context.recorder,
         number=number,
     )
 

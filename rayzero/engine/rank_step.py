@@ -33,7 +33,8 @@ from rayzero.protocol.messages import (
     StepInputs,
     pack_presence,
 )
-from rayzero.telemetry.spans import Over, Spans, nothing
+from rayzero.telemetry.recorder import Recorder
+from rayzero.telemetry.spans import Over, nothing
 from rayzero.telemetry.stats import CopyTally
 
 _T = TypeVar("_T")
@@ -52,21 +53,21 @@ class RankStep:
     def __init__(
         self,
         transfers: UnitTransfers,
+        recorder: Recorder,
         *,
         rank: int,
         world_size: int,
         num_units: int,
-        step: int,
-        clock: StepClock,
-        spans: Spans,
+        step: int = 0,
         life: int = 0,
     ) -> None:
-        """``life``: how often the rank has died and come back; its attempts replace those of earlier lives."""
+        """``step``: the number of the first one. ``life``: how often the rank has died and come back; its attempts
+        replace those of earlier lives."""
+        self.transfers = transfers
         self._store = transfers.store
-        self._transfers = transfers
         self.rank, self._world_size = rank, world_size
-        self.clock = clock
-        self._spans = spans
+        self.clock = StepClock(recorder, step=step)
+        self._spans = recorder.spans
         self.step = step
         self._first_attempt = self.attempt = life * ATTEMPTS
         self.counts = [0] * num_units  # pushes per unit in this attempt
@@ -94,12 +95,12 @@ class RankStep:
         )
         over = self._spans.begin("push", unit.name, self.step)
         began = time.perf_counter()
-        landed = self._transfers.push(unit, contribution, grads)
+        landed = self.transfers.push(unit, contribution, grads)
         while landed is None:  # staging is full of this rank's own earlier pushes
             self._land()
             self._exposed(began, "push")
             began = time.perf_counter()
-            landed = self._transfers.push(unit, contribution, grads)
+            landed = self.transfers.push(unit, contribution, grads)
         landed.add_done_callback(partial(self._count_sent, unit.size_bytes, began))
         self.counts[unit.index] += 1
         bits = int.from_bytes(contribution.presence, "little")

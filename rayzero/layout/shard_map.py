@@ -107,7 +107,6 @@ class ShardMap:
     sizes: tuple[int, ...]  # bytes, per item
     num_owners: int
     num_device_owners: int = 0  # the last so many owners: one beside each rank, with its states on the rank's device
-    num_doors: int = 0  # so many owners before those have nothing: each is on a host with ranks and no other owner
     work: tuple[int, ...] | None = None  # what an update of each item costs, which is balanced; None: its bytes
 
     def __post_init__(self) -> None:
@@ -244,9 +243,7 @@ def shard_map_for(
             part = _spread([weights[i] for i in indices], [units[i] for i in indices], num, policy)
             for index, owner in zip(indices, part.owners, strict=True):
                 owners[index] = first + owner
-    return ShardMap(
-        tuple(owners), tuple(sizes), num_owners, num_device_owners, num_doors, None if work is None else tuple(work)
-    )
+    return ShardMap(tuple(owners), tuple(sizes), num_owners, num_device_owners, None if work is None else tuple(work))
 
 
 def device_shards(layout: ModelLayout, offload_fraction: float) -> list[int]:
@@ -314,7 +311,6 @@ def rescale(shard_map: ShardMap, change: Rescale) -> ShardMap:
         shard_map,
         owners=tuple(_balanced(owners, shard_map.weights, num_sharded)),
         num_owners=len(change.former) + shard_map.num_device_owners,
-        num_doors=change.doors,
     )
 
 

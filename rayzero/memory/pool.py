@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,11 +103,12 @@ class Buffer:
     ``made``: what callers have made over its memory, for example views, under keys that they choose. It stays with the
     memory from lease to lease and is dropped with it."""
 
-    def __init__(self, tensor: Tensor, made: dict[Any, Any], release: Callable[[], None]) -> None:
+    def __init__(self, pool: BufferPool, memory: _Allocation, nbytes: int, lease: Lease) -> None:
         """Only ``BufferPool.acquire`` makes buffers."""
-        self.tensor = tensor
-        self.made = made
-        self._release: Callable[[], None] | None = release
+        self.tensor = _first_bytes(memory, nbytes)
+        self.made = memory.made
+        self._pool, self._memory = pool, memory
+        self._lease: Lease | None = lease
         self._lock = threading.Lock()
 
     @property
@@ -118,10 +118,10 @@ class Buffer:
     def release(self) -> None:
         """Give the memory back. ``tensor`` may not be used afterwards. A second release raises RuntimeError."""
         with self._lock:
-            release, self._release = self._release, None
-        if release is None:
+            lease, self._lease = self._lease, None
+        if lease is None:
             raise RuntimeError(f"a buffer of {self.size_bytes} bytes was released twice")
-        release()
+        self._pool.give_back(self._memory, lease)
 
 
 class BufferPool:
@@ -167,7 +167,7 @@ class BufferPool:
                 lease.release()
                 raise
             self._leased += memory.size
-        return Buffer(_first_bytes(memory, nbytes), memory.made, lambda: self._give_back(memory, lease))
+        return Buffer(self, memory, nbytes, lease)
 
     def trim(self, keep: int = 0) -> int:
         """Drop kept buffers, the longest unused first, until at most ``keep`` bytes are kept. Returns how many bytes it
@@ -181,7 +181,8 @@ class BufferPool:
         with self._lock:
             return self._leased + self._free_bytes()
 
-    def _give_back(self, memory: _Allocation, lease: Lease) -> None:
+    def give_back(self, memory: _Allocation, lease: Lease) -> None:
+        """Only a buffer's ``release`` calls it."""
         if self._poison:
             memory.whole.fill_(0xFF)
         with self._lock:

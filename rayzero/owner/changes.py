@@ -25,7 +25,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -34,7 +34,7 @@ from torch import Tensor
 from rayzero.codecs.changes import Change, Form, checksum, compare, encode
 from rayzero.memory.planner import bitmap_bytes
 from rayzero.memory.process_memory import host_limits
-from rayzero.owner.rules import UpdateRule
+from rayzero.owner.owned_model import OwnedModel
 from rayzero.owner.shard import OwnedShard, Updater
 from rayzero.protocol.messages import COMPUTE
 from rayzero.telemetry.names import CHANGE_BYTES, CHANGED_RATIO
@@ -74,21 +74,12 @@ class ChangeLog:
     Knows published bytes and versions; not who follows, nor how changes travel. Any thread may ask; the updater's
     thread notes."""
 
-    def __init__(
-        self,
-        shards: Mapping[int, OwnedShard],
-        rule: UpdateRule,
-        updater: Updater,
-        recorder: Recorder,
-        *,
-        taken_over: bool = False,
-        room: int | None = None,
-    ) -> None:
-        """``taken_over``: a former life of this owner may have died while it wrote the next version. ``room``: bytes of
-        ``cpu_memory_budget`` that are left; None: it is not set."""
-        self._shards, self._rule, self._updater, self._recorder = shards, rule, updater, recorder
-        self._torn, self._clock = taken_over, time.monotonic
-        noted = [owned for owned in shards.values() if owned.trainable and owned.params.itemsize == 2]
+    def __init__(self, model: OwnedModel, updater: Updater, recorder: Recorder, *, room: int | None = None) -> None:
+        """``room``: bytes of ``cpu_memory_budget`` that are left; None: it is not set."""
+        self._shards, self._rule, self._updater, self._recorder = model.shards, model.rule, updater, recorder
+        self._torn = bool(model.former)  # a former life may have died while it wrote the next version
+        self._clock = time.monotonic
+        noted = [owned for owned in model.shards.values() if owned.trainable and owned.params.itemsize == 2]
         self._room = math.inf if room is None else max(0, room - sum(bitmap_bytes(owned.shard) for owned in noted))
         self._lock = threading.Lock()
         self._asked_s: float | None = None  # when somebody asked last; None: nobody follows

@@ -1,5 +1,4 @@
-"""Writes an owner's file of a checkpoint, of a version that is held while later updates overwrite the shards, and
-restores shards from a checkpoint.
+"""Writes an owner's file of a checkpoint, of a version that is held while later updates overwrite the shards.
 
 [Note: copy before update] The file's writer takes the shards in the order in which updates overwrite them, so that many
 are written before an update comes to them. What is not, the update copies first. Once the copies take their budget, it
@@ -14,7 +13,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -24,13 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayzero.checkpoint.manifest import owner_file_name, slots_of
-from rayzero.checkpoint.reader import CheckpointReader
+from rayzero.checkpoint.manifest import owner_file_name
 from rayzero.checkpoint.tensor_file import DeferredTensor, StreamedTensor, TensorDecl, declare
 from rayzero.checkpoint.writer import staging_path, write_tensors
 from rayzero.concurrency.futures import DONE, fail, failed, settle
-from rayzero.errors import CheckpointAbandonedError, CheckpointError, RayZeroError, StoreClosedError, StoreError
+from rayzero.errors import CheckpointAbandonedError, RayZeroError, StoreClosedError, StoreError
 from rayzero.layout.model_layout import SlotSlice
+from rayzero.owner.owned_model import OwnedModel
 from rayzero.owner.rules import UpdateRule
 from rayzero.owner.shard import OwnedShard, Updater
 from rayzero.protocol.messages import COMPUTE, MASTER, FileEntry
@@ -175,28 +174,16 @@ class CheckpointWriter:
     ([Note: copy before update]). One file is written at a time: a newer request ends an older one, which only a lead
     can have asked for that is dead."""
 
-    def __init__(
-        self,
-        owner: int,
-        shards: Mapping[int, OwnedShard],
-        rule: UpdateRule,
-        updater: Updater,
-        recorder: Recorder,
-        *,
-        version: int,
-        copies: int = 0,
-    ) -> None:
-        """``version``: the version that the shards start at. ``copies``: the most bytes that are copied at a time; 0:
-        an update waits until its shard is written."""
-        self._owner, self._shards, self._rule = owner, shards, rule
+    def __init__(self, model: OwnedModel, updater: Updater, recorder: Recorder) -> None:
+        self._owner, self._shards, self._rule = model.owner, model.shards, model.rule
         self._updater, self._recorder = updater, recorder
-        self._version = version  # the newest version whose update has run
-        self._copies = copies
+        self._version = model.version  # the newest version whose update has run
+        self._copies = model.plan.copies  # bytes, the most at a time; 0: an update waits until its shard is written
         self._lock = threading.Lock()
         self._asked: list[_Request] = []  # of versions that are not opened yet
         self._begun: dict[tuple[int, Path], Future[FileEntry]] = {}  # whose files nobody has asked for yet
         self._held: HeldVersion | None = None  # what is being written
-        self._writer = Updater(f"checkpoint-{owner}", 1, self._on_error)
+        self._writer = Updater(f"checkpoint-{self._owner}", 1, self._on_error)
         self._error: StoreError | None = None
 
     @property
@@ -373,80 +360,3 @@ def _entries(owned: OwnedShard, rule: UpdateRule, decoded: Callable[[SlotSlice],
             if kind in own:
                 more = {"start": 0, "stop": math.prod(own[kind]), "own_shape": list(own[kind])}
             yield f"{slot.name}/{kind}/{part.param_start}", tensor, described | more | {"kind": kind}
-
-
-def restore_checkpoint(path: str, shards: Mapping[int, OwnedShard], rule: UpdateRule, optimizer: str) -> int:
-    """Fill shards from a checkpoint that any number of owners wrote, with any shard size; returns its step.
-
-    ``optimizer``: this run's ``ModelSpec.classes``. Raises CheckpointError, before anything is filled,
-    if a parameter of these shards is missing, has another shape, or is frozen in one and trained in the other, or if
-    the optimizer's class differs; later if its states do. Hyper-parameters and the number of parameter groups may
-    differ: they come with each decision from the run's own optimizer, and the restored values belong to parameters, not
-    to groups."""
-    with CheckpointReader(path) as reader:
-        reader.require_classes(optimizer)
-        _check_parameters(reader, shards)
-        for owned in shards.values():
-            values = owned.widest()
-            for index in range(len(owned.slices)):
-                _restore_slice(reader, owned, index, rule, values)
-            owned.publish(values)
-        return reader.step
-
-
-def _check_parameters(reader: CheckpointReader, shards: Mapping[int, OwnedShard]) -> None:
-    saved = {slot.name: (slot.shape, unit.trainable) for unit, slot in slots_of(reader.layout)}
-    for unit in {owned.unit.index: owned.unit for owned in shards.values()}.values():
-        for slot in unit.slots:
-            if slot.name not in saved:
-                raise CheckpointError(
-                    f"{reader.directory} has no parameter {slot.name!r}, which the model has with shape {slot.shape}"
-                )
-            shape, trained = saved[slot.name]
-            if shape != slot.shape:
-                raise CheckpointError(
-                    f"{slot.name!r} has shape {shape} in {reader.directory}, but {slot.shape} in the model"
-                )
-            if trained != unit.trainable:
-                raise CheckpointError(
-                    f"{slot.name!r} is {_mode(trained)} in {reader.directory}, but {_mode(unit.trainable)} in this run"
-                )
-
-
-def _mode(trained: bool) -> str:
-    return "trained" if trained else "frozen"
-
-
-def _restore_slice(reader: CheckpointReader, owned: OwnedShard, index: int, rule: UpdateRule, values: Tensor) -> None:
-    """Fill one slice of ``values`` (the shard's master or published values), and its states."""
-    part = owned.slices[index]
-    slot = owned.unit.slots[part.slot]
-    start, stop = part.param_start, part.param_start + part.numel
-    # whether frozen parameters have masters may have changed since the save
-    wanted = MASTER if MASTER in reader.kinds(slot.name) else COMPUTE
-    values[part.start : part.stop].copy_(reader.read_slice(slot.name, wanted, start, stop))
-    if owned.trainable:
-        owned.steps[index] = reader.slot_step(slot.name)
-        states = set(reader.kinds(slot.name)) - {MASTER}
-        if rule.state_kinds:
-            _check_states(reader, slot.name, states, rule.state_kinds)
-        rule.adopt(owned, index, states)
-        own, ours = reader.own_shapes(slot.name), rule.own_shapes(owned, index)
-        if differing := sorted(kind for kind in states & {*own, *ours} if own.get(kind) != ours.get(kind)):
-            raise CheckpointError(
-                f"{reader.directory} has {differing[0]} of {slot.name!r} in shape {own.get(differing[0], slot.shape)}, "
-                f"but this run keeps it in {ours.get(differing[0], slot.shape)}; use the same options"
-            )
-        saved = {k: reader.read_whole(slot.name, k) for k in states & own.keys()}
-        saved |= {k: reader.read_slice(slot.name, k, start, stop) for k in states - own.keys()}
-        rule.restore(owned, index, saved)
-        if not rule.state_kinds:  # the class creates these states itself, so they are known only now
-            _check_states(reader, slot.name, states, rule.slice_states(owned, index))
-
-
-def _check_states(reader: CheckpointReader, param: str, saved: Iterable[str], ours: Iterable[str]) -> None:
-    if sorted(saved) != sorted(ours):
-        raise CheckpointError(
-            f"{reader.directory} has the optimizer states {sorted(saved)} of {param!r}, but this run keeps "
-            f"{sorted(ours)}; use the options that give the same states (amsgrad, momentum, ...)"
-        )

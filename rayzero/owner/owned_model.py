@@ -1,29 +1,33 @@
-"""An owner's part of a model: created at the first attach, from a plan that fits the host. And what its ranks'
-loops need to go on from their latest steps, kept where it outlives a rank."""
+"""An owner's part of a model: created at the first attach, from a plan that fits the host; how it is restored from a
+checkpoint. And what its ranks' loops need to go on from their latest steps, kept where it outlives a rank."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import torch
+from torch import Tensor
 
-from rayzero.errors import HandshakeError, StoreError
+from rayzero.checkpoint.manifest import slots_of
+from rayzero.checkpoint.reader import CheckpointReader
+from rayzero.errors import CheckpointError, HandshakeError, StoreError
 from rayzero.kernels import ADAMS, Squares, check_moments, choose_squares
 from rayzero.kernels.moments import moment_bytes
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.layout.shard_map import ShardMap
 from rayzero.memory.planner import OwnerPlan, check_budget, check_device, check_plan, plan_owner
 from rayzero.memory.process_memory import host_limits
-from rayzero.owner.checkpoint import restore_checkpoint
 from rayzero.owner.memory import DeviceStates, HostMemory, LeftOnDevice, MemoryMaker
 from rayzero.owner.rules import AdamRule, ClassRule, UpdateRule
 from rayzero.owner.shard import OwnedShard, allocate
 from rayzero.protocol.hyper import resolve_optimizer
 from rayzero.protocol.messages import (
+    COMPUTE,
     LOOP_PARTS,
     LOOP_STEPS,
+    MASTER,
     MOST_LOOP_STATE,
     FormerShard,
     Hyper,
@@ -52,6 +56,7 @@ class OwnerTerms:
 class OwnedModel:
     """One owner's part of a model."""
 
+    owner: int  # its index
     spec: ModelSpec
     attached_by: int  # the rank that sent the spec
     rule: UpdateRule
@@ -120,6 +125,7 @@ def build_model(
     elif spec.restore_from is not None:
         version = restore_checkpoint(spec.restore_from, shards, rule, spec.classes)
     return OwnedModel(
+        owner=owner,
         spec=spec,
         attached_by=rank,
         rule=rule,
@@ -132,6 +138,83 @@ def build_model(
         first_version=memory.first_version(version),
         former=former,
     )
+
+
+def restore_checkpoint(path: str, shards: Mapping[int, OwnedShard], rule: UpdateRule, optimizer: str) -> int:
+    """Fill shards from a checkpoint that any number of owners wrote, with any shard size; returns its step.
+
+    ``optimizer``: this run's ``ModelSpec.classes``. Raises CheckpointError, before anything is filled,
+    if a parameter of these shards is missing, has another shape, or is frozen in one and trained in the other, or if
+    the optimizer's class differs; later if its states do. Hyper-parameters and the number of parameter groups may
+    differ: they come with each decision from the run's own optimizer, and the restored values belong to parameters, not
+    to groups."""
+    with CheckpointReader(path) as reader:
+        reader.require_classes(optimizer)
+        _check_parameters(reader, shards)
+        for owned in shards.values():
+            values = owned.widest()
+            for index in range(len(owned.slices)):
+                _restore_slice(reader, owned, index, rule, values)
+            owned.publish(values)
+        return reader.step
+
+
+def _check_parameters(reader: CheckpointReader, shards: Mapping[int, OwnedShard]) -> None:
+    saved = {slot.name: (slot.shape, unit.trainable) for unit, slot in slots_of(reader.layout)}
+    for unit in {owned.unit.index: owned.unit for owned in shards.values()}.values():
+        for slot in unit.slots:
+            if slot.name not in saved:
+                raise CheckpointError(
+                    f"{reader.directory} has no parameter {slot.name!r}, which the model has with shape {slot.shape}"
+                )
+            shape, trained = saved[slot.name]
+            if shape != slot.shape:
+                raise CheckpointError(
+                    f"{slot.name!r} has shape {shape} in {reader.directory}, but {slot.shape} in the model"
+                )
+            if trained != unit.trainable:
+                raise CheckpointError(
+                    f"{slot.name!r} is {_mode(trained)} in {reader.directory}, but {_mode(unit.trainable)} in this run"
+                )
+
+
+def _mode(trained: bool) -> str:
+    return "trained" if trained else "frozen"
+
+
+def _restore_slice(reader: CheckpointReader, owned: OwnedShard, index: int, rule: UpdateRule, values: Tensor) -> None:
+    """Fill one slice of ``values`` (the shard's master or published values), and its states."""
+    part = owned.slices[index]
+    slot = owned.unit.slots[part.slot]
+    start, stop = part.param_start, part.param_start + part.numel
+    # whether frozen parameters have masters may have changed since the save
+    wanted = MASTER if MASTER in reader.kinds(slot.name) else COMPUTE
+    values[part.start : part.stop].copy_(reader.read_slice(slot.name, wanted, start, stop))
+    if owned.trainable:
+        owned.steps[index] = reader.slot_step(slot.name)
+        states = set(reader.kinds(slot.name)) - {MASTER}
+        if rule.state_kinds:
+            _check_states(reader, slot.name, states, rule.state_kinds)
+        rule.adopt(owned, index, states)
+        own, ours = reader.own_shapes(slot.name), rule.own_shapes(owned, index)
+        if differing := sorted(kind for kind in states & {*own, *ours} if own.get(kind) != ours.get(kind)):
+            raise CheckpointError(
+                f"{reader.directory} has {differing[0]} of {slot.name!r} in shape {own.get(differing[0], slot.shape)}, "
+                f"but this run keeps it in {ours.get(differing[0], slot.shape)}; use the same options"
+            )
+        saved = {k: reader.read_whole(slot.name, k) for k in states & own.keys()}
+        saved |= {k: reader.read_slice(slot.name, k, start, stop) for k in states - own.keys()}
+        rule.restore(owned, index, saved)
+        if not rule.state_kinds:  # the class creates these states itself, so they are known only now
+            _check_states(reader, slot.name, states, rule.slice_states(owned, index))
+
+
+def _check_states(reader: CheckpointReader, param: str, saved: Iterable[str], ours: Iterable[str]) -> None:
+    if sorted(saved) != sorted(ours):
+        raise CheckpointError(
+            f"{reader.directory} has the optimizer states {sorted(saved)} of {param!r}, but this run keeps "
+            f"{sorted(ours)}; use the options that give the same states (amsgrad, momentum, ...)"
+        )
 
 
 def _plan(

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,9 +17,8 @@ from torch import Tensor
 from rayzero.concurrency.futures import chain, fail, failed, settle
 from rayzero.errors import StoreError
 from rayzero.kernels.newton_schulz import answer_from, answered, as_product
-from rayzero.owner.rules import UpdateRule
+from rayzero.owner.owned_model import OwnedModel
 from rayzero.owner.shard import OwnedShard, ShardWork, StepWork
-from rayzero.protocol.messages import ModelSpec
 from rayzero.protocol.products import PRODUCT_DTYPE, Matrix, matrices_of, multiplying_ranks, product_work, shards_ahead
 
 log = logging.getLogger(__name__)
@@ -44,16 +43,18 @@ class ShardProducts:
     ``begin``, ``post`` and ``used`` are for the updater's thread. A rank that has not asked for anything since it let
     this owner wait is not waited for again."""
 
-    def __init__(self, spec: ModelSpec, shards: Mapping[int, OwnedShard], rule: UpdateRule, version: int) -> None:
-        """``version``: of the shards."""
+    def __init__(self, model: OwnedModel) -> None:
+        spec = model.spec
         self._rank_of, self._work = multiplying_ranks(spec), product_work(spec.layout, spec.hyper, spec.group_of)
-        self._spec, self._shards, self._rule = spec, shards, rule
-        self._matrices = {index: matrices_of(spec, index) for index in shards if index in self._rank_of}
+        self._spec, self._shards, self._rule = spec, model.shards, model.rule
+        self._matrices = {index: matrices_of(spec, index) for index in model.shards if index in self._rank_of}
         self._lock = threading.Condition()
         self._coming = deque[tuple[int, ShardWork]]()  # of the step that is applied, in forward order
         self._ahead = 0  # shards that ranks have, or that wait for their update
         self._exchanges: dict[tuple[int, int], _Exchange] = {}  # by shard and version. freed by: _end()
-        self._over = dict.fromkeys(self._matrices, version)  # by shard, the last version that nothing comes of any more
+        self._over = dict.fromkeys(
+            self._matrices, model.version
+        )  # by shard, the last version that nothing comes of any more
         self._present = set[int]()  # ranks that are waited for
         self._closed = False
 

@@ -166,22 +166,12 @@ class ShardService:
 
     def _start(self, model: OwnedModel) -> None:
         shards, updater, recorder, version = model.shards, self._updater, self.recorder, model.version
-        contributions = Contributions(
-            self.owner, model, updater, recorder, lambda shard, word: self._on_total(shard, word)
-        )
-        checkpoints = CheckpointWriter(
-            self.owner, shards, model.rule, updater, recorder, version=version, copies=model.plan.copies
-        )
+        contributions = Contributions(model, updater, recorder, lambda shard, word: self._on_total(shard, word))
+        checkpoints = CheckpointWriter(model, updater, recorder)
         budget = self._terms.memory_budget
-        changes = ChangeLog(
-            shards,
-            model.rule,
-            updater,
-            recorder,
-            taken_over=bool(model.former),
-            room=None if budget is None else budget - self._memory_taken - model.plan.total,
-        )
-        products = ShardProducts(model.spec, shards, model.rule, version)
+        room = None if budget is None else budget - self._memory_taken - model.plan.total
+        changes = ChangeLog(model, updater, recorder, room=room)
+        products = ShardProducts(model)
         updates = StepUpdates(
             *(model, contributions, self._publisher, checkpoints, changes, recorder, self._terms.norms_every), products
         )

@@ -43,6 +43,11 @@ class Recorder:
 
     spans: Spans = Spans()  # for a trace
 
+    @property
+    def process(self) -> Recorder:
+        """The recorder of all that the process measures, where this one is of a part."""
+        return self
+
     def add(self, metric: Metric, value: float = 1.0, **labels: str) -> None:
         """Add ``value`` to a counter."""
 
@@ -343,6 +348,10 @@ class LaterModelRecorder(Recorder):
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder, self.spans = recorder, recorder.spans
+
+    @property
+    def process(self) -> Recorder:
+        return self._recorder
 
     def add(self, metric: Metric, value: float = 1.0, **labels: str) -> None:
         self._recorder.add(metric, value, **labels)

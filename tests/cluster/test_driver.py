@@ -22,12 +22,12 @@ from rayzero.cluster.files.key_files import FollowerKey
 from rayzero.cluster.files.metrics_log import MetricsLog, read_log
 from rayzero.cluster.files.run_dir import RunCheckpoints, StartPoint
 from rayzero.cluster.files.run_record import read_record
-from rayzero.cluster.journal import Journal
 from rayzero.cluster.nodes import session
 from rayzero.cluster.nodes.session import answered, ray_answers
 from rayzero.cluster.processes.coordinator import News
 from rayzero.cluster.roster import LocalProcesses
 from rayzero.cluster.run import Member, Report, RunState
+from rayzero.cluster.status import RunStatus
 from rayzero.cluster.supervision import Failure, Verdict, Watch, death_of, interruptible, postponed
 from rayzero.cluster.upkeep.follower import Follower
 from rayzero.config import RunConfig, ZeroConfig
@@ -124,7 +124,7 @@ def test_a_signal_while_reports_are_handed_on_loses_and_doubles_none(
     stopped: list[bool] = []
     actors = EndedRun([Report(rank=0, metrics={"step": step}) for step in range(5)])
     request = asked(on_report=take, record=record_that(lambda: stop("the change")))
-    follower = Follower(actors, Journal(), request)  # type: ignore[arg-type]
+    follower = Follower(actors, RunStatus(), request)  # type: ignore[arg-type]
     with interruptible():
         with pytest.raises(SystemExit):
             follower.finish() if ended else follower.follow()
@@ -192,7 +192,7 @@ def test_an_exit_without_a_signal_keeps_its_code(block: Any) -> None:
 def test_a_stopped_run_says_how_to_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, saved: bool
 ) -> None:
-    def stop(request: Any, journal: Journal) -> None:
+    def stop(request: Any, status: RunStatus) -> None:
         exit_as_ray_does(signal.SIGTERM)
 
     monkeypatch.setattr(driver_module, "drive", stop)
@@ -210,7 +210,7 @@ def test_reports_that_came_after_the_open_call_was_answered_are_told() -> None:
     steps: list[int] = []
     actors = EndedRun([Report(rank=0, metrics={"step": 0})])
     request = asked(on_report=lambda one: steps.append(one.metrics["step"]))
-    follower = Follower(actors, Journal(), request)  # type: ignore[arg-type]
+    follower = Follower(actors, RunStatus(), request)  # type: ignore[arg-type]
     actors.unread += [Report(rank=0, metrics={"step": step}) for step in (1, 2)]
     follower.finish()
     assert steps == [0, 1, 2]
@@ -269,9 +269,9 @@ def test_a_signal_while_a_run_is_taken_down_is_its_end_even_if_it_would_start_ag
 
     monkeypatch.setattr(driver_module, "Follower", failing_with(DEAD))
     request = asked(run=RunConfig(max_failures=3 if again else 0))
-    actors, journal = Stopped([]), Journal(state=RunState.RUNNING)
+    actors, status = Stopped([]), RunStatus(state=RunState.RUNNING)
     with pytest.raises(SystemExit if again else RunFailedError), interruptible():
-        _follow(request, actors, journal)  # type: ignore[arg-type]
+        _follow(request, actors, status)  # type: ignore[arg-type]
     assert actors.moves == [RunState.FAILED]
 
 
@@ -285,7 +285,7 @@ def test_the_user_may_end_a_run_with_its_last_reports_before_it_starts_again(
     monkeypatch.setattr(driver_module, "Follower", failing_with(DEAD))
     request = asked(run=RunConfig(max_failures=3 if again else 0), on_report=enough)
     with pytest.raises(raised, match="enough" if again else "rank 1 died"):
-        _follow(request, EndedRun([Report(rank=0)]), Journal())  # type: ignore[arg-type]
+        _follow(request, EndedRun([Report(rank=0)]), RunStatus())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -300,15 +300,15 @@ def test_the_user_may_end_a_run_with_its_last_reports_before_it_starts_again(
 )
 def test_a_restart_costs_one_failure(failure: Failure, counted: int, outlived: int | None) -> None:
     """``counted``: failures of this attempt before the restart. ``outlived``: in all; None: it was one too many."""
-    journal = Journal()
+    status = RunStatus()
     request = asked(run=RunConfig(max_failures=2))
-    follower = failing_with(failure)(EndedRun([]), journal, request)  # type: ignore[arg-type]
+    follower = failing_with(failure)(EndedRun([]), status, request)  # type: ignore[arg-type]
     follower.follow()
     for _ in range(counted):
         assert follower._controller.spend() is None
     assert follower.starts_again() == (outlived is not None)
-    assert journal.outlived == (2 if outlived is None else outlived)
-    assert (journal.lost_at is not None) == (outlived is not None)
+    assert status.outlived == (2 if outlived is None else outlived)
+    assert (status.lost_at is not None) == (outlived is not None)
 
 
 FIRST = RunFailedError("run 'demo' failed: rank 1 died")
@@ -316,9 +316,9 @@ FIRST = RunFailedError("run 'demo' failed: rank 1 died")
 
 def again_after(
     monkeypatch: pytest.MonkeyPatch,
-    journal: Journal,
+    status: RunStatus,
     failures: int,
-    attempt: Callable[[Any, Journal], Any] = lambda request, journal: None,
+    attempt: Callable[[Any, RunStatus], Any] = lambda request, status: None,
     *,
     refuses: Callable[[str, float], None] = lambda run, patience_s: None,
     directory: Any = None,
@@ -330,7 +330,7 @@ def again_after(
     monkeypatch.setattr(driver_module, "replace", lambda request, scaling: request)
     unchanged = SimpleNamespace(path=Path("nowhere"), rows_until=-1, start="starting anew", restart=lambda: None)
     request = asked(directory=directory or unchanged, run=RunConfig(max_failures=failures))
-    return _again(request, journal, FIRST)
+    return _again(request, status, FIRST)
 
 
 @pytest.mark.parametrize("refused", [ConfigError("a run named 'demo' is on this cluster"), DataError("cannot write")])
@@ -340,27 +340,27 @@ def test_a_run_that_cannot_start_again_says_what_ended_it_and_why_not(
     def refuse(run: str, patience_s: float) -> None:
         raise refused
 
-    journal = Journal(state=RunState.RUNNING, outlived=1)
+    status = RunStatus(state=RunState.RUNNING, outlived=1)
     with pytest.raises(RunFailedError) as failed:
-        again_after(monkeypatch, journal, 3, refuses=refuse)
+        again_after(monkeypatch, status, 3, refuses=refuse)
     assert str(failed.value) == f"{FIRST}\nThe run cannot start again: {refused}"
-    assert journal.state is RunState.STARTING
+    assert status.state is RunState.STARTING
 
 
 @pytest.mark.parametrize("left", [0, 1])
 def test_a_start_that_fails_is_one_more_failure(monkeypatch: pytest.MonkeyPatch, left: int) -> None:
     second = RunFailedError("run 'demo' failed: rank 0 gave no answer")
 
-    def attempt(request: Any, journal: Journal) -> None:
+    def attempt(request: Any, status: RunStatus) -> None:
         raise second
 
-    journal = Journal(outlived=1)
+    status = RunStatus(outlived=1)
     if left:
-        assert again_after(monkeypatch, journal, 2, attempt) is second
-        assert journal.outlived == 2
+        assert again_after(monkeypatch, status, 2, attempt) is second
+        assert status.outlived == 2
         return
     with pytest.raises(RunFailedError, match=r"rank 1 died\nThe run cannot start again: .* rank 0 gave no answer"):
-        again_after(monkeypatch, journal, 1, attempt)
+        again_after(monkeypatch, status, 1, attempt)
 
 
 def test_a_run_that_starts_again_has_no_rows_of_the_steps_that_it_makes_again(
@@ -371,11 +371,11 @@ def test_a_run_that_starts_again_has_no_rows_of_the_steps_that_it_makes_again(
     log.close()
     begun: list[list[int]] = []
 
-    def attempt(request: Any, journal: Journal) -> None:
+    def attempt(request: Any, status: RunStatus) -> None:
         begun.append([row["step"] for row in read_log(tmp_path)])
 
     directory = SimpleNamespace(path=tmp_path, rows_until=3, start="starting anew", restart=lambda: None)
-    assert again_after(monkeypatch, Journal(outlived=1), 2, attempt, directory=directory) is None
+    assert again_after(monkeypatch, RunStatus(outlived=1), 2, attempt, directory=directory) is None
     assert begun == [[1, 2, 3]]
 
 
@@ -384,10 +384,10 @@ def test_the_record_of_a_run_that_starts_again_names_no_dead_process_and_outlast
 ) -> None:
     records: list[Any] = []
 
-    def restart(request: Any, journal: Journal) -> None:
-        journal.members = [Member(who="rank 0", pid=7, node="n", host="h")]
-        journal.targets = (Target(address="h:1", run="demo", role=Role.RANK, node="h", index=0),)
-        journal.state, journal.restarts = RunState.STARTING, 1
+    def restart(request: Any, status: RunStatus) -> None:
+        status.members = [Member(who="rank 0", pid=7, node="n", host="h")]
+        status.targets = (Target(address="h:1", run="demo", role=Role.RANK, node="h", index=0),)
+        status.state, status.restarts = RunState.STARTING, 1
         request.record.write()
         records.append(read_record(tmp_path / "demo"))
         raise ValueError("on_phase")

@@ -127,9 +127,9 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
         RunEvent(now - 5, "rank 1 died and was replaced within 3.5 s", True),
     ]
     hosts = {f"{role} {index}": "192.0.2.7" for role in ("rank", "optimizer") for index in (0, 1)}
-    known = Known(run=f"demo {EVIL}", state="running", started_at=now - 95, hosts=hosts, events=events)
     targets = [process.target for process in processes]
-    page = LivePage(tmp_path, lambda: known, lambda: targets, Viewer())
+    known = Known(run=f"demo {EVIL}", state="running", started_at=now - 95, hosts=hosts, targets=targets, events=events)
+    page = LivePage(tmp_path, lambda: known, Viewer())
     exporter = Exporter(MemoryRecorder(), Role.COORDINATOR, host=HOST, pages=page.pages)
     yield Served(page, exporter, processes, tmp_path, events)
     page.close()
@@ -149,8 +149,8 @@ def test_what_opens_the_exporters_is_renewed_with_the_runs_certificates(tmp_path
     run, former = MetricsAccess("demo", None), MetricsAccess("demo", None)
     exporter = Exporter(MemoryRecorder(), Role.OPTIMIZER, host=HOST, protection=run.own)
     owner = Target(address=exporter.address, run="demo", role=Role.OPTIMIZER, node=HOST, index=0, scheme="https")
-    known = Known(run="demo", state="running", started_at=0.0, hosts={}, events=())
-    page = LivePage(tmp_path, lambda: known, lambda: [owner], former.viewer)
+    known = Known(run="demo", state="running", started_at=0.0, hosts={}, targets=[owner])
+    page = LivePage(tmp_path, lambda: known, former.viewer)
 
     def trouble() -> list[str]:
         page.refresh()

@@ -115,8 +115,8 @@ def spares(monkeypatch: pytest.MonkeyPatch) -> Spares:
         return Member(who="spare", pid=7, node="n", host="h")
 
     monkeypatch.setattr(spares_module.ray, "get", get)
-    made = Spares(1, ["n"], lambda owner: ("actor", ["up", "dead"]))
-    made.fill()
+    made = Spares(1, ["n"])
+    made.add(0, "actor", ["up", "dead"])
     return made
 
 

@@ -15,9 +15,9 @@ import ray
 from clock import Clock
 
 from rayzero.cluster.actor_calls import ANSWER_S, START_S
-from rayzero.cluster.journal import Journal
 from rayzero.cluster.nodes.resources import Node
 from rayzero.cluster.run import Rescaled
+from rayzero.cluster.status import RunStatus
 from rayzero.cluster.upkeep import ray_processes
 from rayzero.cluster.upkeep import rescaling as module
 from rayzero.cluster.upkeep import rescaling as scale_module
@@ -132,23 +132,23 @@ class Run:
         monkeypatch.setattr(ray, "wait", lambda calls, **_: (calls, []))
         monkeypatch.setattr(ray, "get", self.answer)
         self.controller = Controller(1, ["a", "b"], max_failures=3)
-        self.actors, self.journal = Actors(), Journal(say=self.said.append)
+        self.actors, self.status = Actors(), RunStatus(say=self.said.append)
         actors: Any = self.actors
         lives = dict.fromkeys(self.controller.running, 0)
         self.processes = RayProcesses(actors, lives, replaces=True, stall_timeout=30.0)
-        self.replacement = Replacement(actors, self.controller, self.processes, self.journal)
+        self.replacement = Replacement(actors, self.controller, self.processes, self.status)
         self.rescaling = self.replacement.rescaling = Rescaling(
             actors,
             self.replacement.supervisor,
             self.processes,
-            self.journal,
+            self.status,
             zero=ZeroConfig(),
             scaling=ScalingConfig(),
         )
 
     @property
     def outcomes(self) -> list[Rescaled]:
-        return self.journal.rescales
+        return self.status.rescales
 
     @property
     def open(self) -> list[str]:
@@ -340,24 +340,24 @@ def test_an_owner_that_joins_is_watched_from_then_on_and_its_successor_is_told_o
     assert run.open == ["change of rank 0"]
     run.take("change of rank 0")
     assert [(one.failed, one.after) for one in run.outcomes] == [(None, 3)]
-    assert run.journal.num_optimizers == 3
+    assert run.status.num_optimizers == 3
     assert run.processes.present("optimizer 2") == Process(MemberId(MemberKind.OWNER, 2), 0)
     run.take("watch of optimizer 2", ray.exceptions.ActorDiedError())
     died = time.monotonic() + 1
     (death,) = run.processes.died(died)
     run.replacement._take_death(death)
     assert run.open == ["start of optimizer 2"]
-    assert run.journal.replacing == ["optimizer 2"]
+    assert run.status.replacing == ["optimizer 2"]
     run.take("start of optimizer 2", (SimpleNamespace(node="n", host="10.0.0.1", pid=8), "d", None))
     assert "watch of optimizer 2" in run.processes.calls
     run.take("connect_peers of optimizer 2")
     told = [f"succeed of {who}" for who in ("rank 0", "optimizer 0", "optimizer 1")]
     assert sorted(run.open) == sorted(told)
     for call in told:
-        assert not run.journal.recoveries
+        assert not run.status.recoveries
         run.take(call)
-    assert [(one.who, one.pid) for one in run.journal.recoveries] == [("optimizer 2", 8)]
-    assert run.journal.replacing == []
+    assert [(one.who, one.pid) for one in run.status.recoveries] == [("optimizer 2", 8)]
+    assert run.status.replacing == []
 
 
 def test_a_successor_that_does_not_say_that_it_knows_the_others_is_refused(run: Run) -> None:

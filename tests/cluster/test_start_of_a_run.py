@@ -17,12 +17,12 @@ from rayzero.cluster import driver as driver_module
 from rayzero.cluster.driver import PhaseLines, ZeroTrainer
 from rayzero.cluster.files.run_record import RECORD, read_record, run_status
 from rayzero.cluster.files.tracing import trace_run
-from rayzero.cluster.journal import Journal, RunRequest
 from rayzero.cluster.processes.rank_worker import PackedLoop, pack_loop, unpack_loop
+from rayzero.cluster.status import RunRequest, RunStatus
 from rayzero.config import RunConfig, ZeroConfig
 from rayzero.errors import CheckpointError, ConfigError, RunFailedError, UnsupportedError
 
-Drive = Callable[[RunRequest, Journal], None]
+Drive = Callable[[RunRequest, RunStatus], None]
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Drive], No
 def test_a_run_that_starts_has_a_record_that_says_so(fit, tmp_path: Path) -> None:
     seen: list[dict[str, Any]] = []
 
-    def look(request: RunRequest, journal: Journal) -> None:
+    def look(request: RunRequest, status: RunStatus) -> None:
         seen.append(run_status(tmp_path / "r"))
         with pytest.raises(ConfigError, match="run 'r' is still starting"):
             trace_run(tmp_path / "r", 1.0)
@@ -54,14 +54,14 @@ def test_a_run_that_starts_has_a_record_that_says_so(fit, tmp_path: Path) -> Non
 )
 def test_a_stop_while_a_run_starts_leaves_a_record_of_a_stopped_run(fit, tmp_path: Path, number, raised) -> None:
     with pytest.raises(raised):
-        fit(lambda request, journal: os.kill(os.getpid(), number))
+        fit(lambda request, status: os.kill(os.getpid(), number))
     record = run_status(tmp_path / "r")
     assert record["state"] == "stopped"
     assert record["ended_at"] >= record["started_at"]
 
 
 def test_a_run_that_could_not_start_leaves_a_record_of_a_failed_run(fit, tmp_path: Path) -> None:
-    def fail(request: RunRequest, journal: Journal) -> None:
+    def fail(request: RunRequest, status: RunStatus) -> None:
         raise RunFailedError("cannot join Ray")
 
     with pytest.raises(RunFailedError):
@@ -71,13 +71,13 @@ def test_a_run_that_could_not_start_leaves_a_record_of_a_failed_run(fit, tmp_pat
 
 
 def test_a_run_that_is_refused_leaves_the_record_that_was_there(fit, tmp_path: Path) -> None:
-    def refuse(request: RunRequest, journal: Journal) -> None:
+    def refuse(request: RunRequest, status: RunStatus) -> None:
         raise ConfigError("no place")
 
     with pytest.raises(ConfigError):
         fit(refuse)
     assert read_record(tmp_path / "r") is None
-    fit(lambda request, journal: None)
+    fit(lambda request, status: None)
     before = (tmp_path / "r" / RECORD).read_bytes()
     with pytest.raises(ConfigError):
         fit(refuse)
@@ -92,7 +92,7 @@ def test_phases_are_lines_on_stderr_with_the_seconds_since_the_start(fit, capsys
     phases("starting 2 ranks")
     assert capsys.readouterr().err == "  0.0 s  starting Ray on this machine\n 12.3 s  starting 2 ranks\n"
     monkeypatch.undo()
-    fit(lambda request, journal: request.on_phase("something"))
+    fit(lambda request, status: request.on_phase("something"))
     assert capsys.readouterr().err.endswith(" s  something\n")
 
 

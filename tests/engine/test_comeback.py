@@ -23,7 +23,6 @@ import rayzero
 from rayzero import ZeroConfig
 from rayzero.engine.context import RankContext
 from rayzero.engine.rank_step import RankStep
-from rayzero.engine.step_clock import StepClock
 from rayzero.errors import RunFailedError, StateLostError, UntrackedError
 from rayzero.protocol.messages import ATTEMPTS, FinishReport, StepInputs
 from rayzero.telemetry.recorder import NullRecorder
@@ -394,17 +393,9 @@ class Finishes:
 def test_a_later_life_counts_its_attempts_above_those_of_earlier_ones_in_every_step() -> None:
     """Not only in the step that it repeats: an earlier life may have pushed in the next one, too, before what it kept
     of its loop had arrived."""
-    store, clock = Finishes(), StepClock(NullRecorder())
-    step = RankStep(
-        cast(Any, SimpleNamespace(store=store)),
-        rank=1,
-        world_size=2,
-        num_units=1,
-        step=AT,
-        clock=clock,
-        spans=NullRecorder.spans,
-        life=2,
-    )
+    store = Finishes()
+    transfers = cast(Any, SimpleNamespace(store=store))
+    step = RankStep(transfers, NullRecorder(), rank=1, world_size=2, num_units=1, step=AT, life=2)
     for _ in range(2):
         step.commit((), None)
     assert store.attempts == [2 * ATTEMPTS, 2 * ATTEMPTS]

@@ -17,7 +17,7 @@ from rayzero.engine.units.residency import UnitBuffer
 from rayzero.engine.units.transfers import DeviceTransfers, UnitTransfers, device_transfers, make_transfers
 from rayzero.lanes import ThreadLane
 from rayzero.layout.model_layout import UnitLayout
-from rayzero.memory.pool import Buffer, BufferPool, buffer_bytes
+from rayzero.memory.pool import BufferPool, buffer_bytes
 from rayzero.protocol.messages import Contribution
 from tests.cuda_driver import OURS, Driver, driver
 from tests.support.waiting import until
@@ -69,6 +69,12 @@ def large_unit(*, bias: bool) -> UnitLayout:
     return unit
 
 
+def buffer_of(unit: UnitLayout) -> UnitBuffer:
+    lease = BufferPool().acquire(unit.size_bytes)
+    assert lease is not None
+    return UnitBuffer(torch.zeros(unit.numel), (), lease, mapped=False)
+
+
 def held_up(held: list[str]) -> ThreadLane:
     def hold(direction: str, label: str) -> None:
         while direction in held:
@@ -81,7 +87,7 @@ def test_a_fetch_is_waited_for_until_its_copy_has_run() -> None:
     unit, store, published = one_unit()
     held = ["in"]
     carried = DeviceTransfers(store, BufferPool(), held_up(held), {})
-    buffer = UnitBuffer(torch.zeros(unit.numel), (), Buffer(torch.zeros(0), {}, lambda: None), mapped=False)
+    buffer = buffer_of(unit)
     fetching = carried.fetch(unit, 0, buffer, published=published, held=None, ahead=True)
     assert fetching.done.done(), "its copy is issued"
     assert not buffer.flat.any()
@@ -116,7 +122,7 @@ def test_staging_is_page_locked_for_the_device_of_the_lane(driver: Driver) -> No
     lane = ThreadLane()
     lane.device = OURS
     carried = device_transfers(store, lane, [unit], pinned=True)
-    buffer = UnitBuffer(torch.zeros(unit.numel), (), Buffer(torch.zeros(0), {}, lambda: None), mapped=False)
+    buffer = buffer_of(unit)
     carried.fetch(unit, 0, buffer, published=published, held=None, ahead=False).wait()
     assert list(driver.registered.values()) == [buffer_bytes(unit.size_bytes)]
     lane.drain("in")

@@ -18,7 +18,7 @@ from owner.owner import Owner, owner_of
 from rayzero.codecs.changes import Change, Form, apply, checksum, compare, encode
 from rayzero.memory.planner import SERVED_AT_ONCE
 from rayzero.owner.changes import QUIET_S, ChangeLog
-from rayzero.protocol.messages import MASTER, Action, ModelSpec, Write
+from rayzero.protocol.messages import MASTER, Action, FormerShard, ModelSpec, Write
 from rayzero.telemetry.names import CHANGE_BYTES, CHANGED_RATIO, MEMORY_BYTES
 from rayzero.telemetry.recorder import MemoryRecorder
 
@@ -200,7 +200,8 @@ def test_what_a_former_life_may_have_been_writing_is_not_gone_on_from() -> None:
     with owner_of(make_spec(1, dtypes=[BF16] * 3)) as owner:
         service = owner.service
         parts = service._attached()
-        log = ChangeLog(parts.model.shards, parts.model.rule, service._updater, service.recorder, taken_over=True)
+        left = {0: FormerShard(published=0, content=0, applied=-1, slices=())}
+        log = ChangeLog(replace(parts.model, former=left), service._updater, service.recorder)
         log.follow()
         owner.drain()
         copy = wholes(owner, 0)[0]

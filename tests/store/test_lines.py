@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -581,6 +581,6 @@ def test_an_upload_makes_its_parts_when_their_turn_comes(
 
     calls.answers["Load"] = taken
     monkeypatch.setattr(transfers, "_TOGETHER_BYTES", 10_000)
-    move = transfers.Move(channel=channel, deadline_s=WAIT, moving=Future(), moved=lambda: None)
+    move = transfers.Move(channel=channel, deadline_s=WAIT)
     transfers.upload(move, "Load", parts())
     assert came == [[0, 1], [2, 3], [4]]

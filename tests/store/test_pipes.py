@@ -8,7 +8,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -356,7 +355,7 @@ def test_a_server_of_another_run_is_a_broken_link_to_who_has_met_the_owner(
 
 
 def move_over(channel: LineChannel) -> transfers.Move:
-    return transfers.Move(channel=channel, deadline_s=WAIT, moving=Future(), moved=lambda: None)
+    return transfers.Move(channel=channel, deadline_s=WAIT)
 
 
 def sending(shards: list[int]) -> Iterator[Sending]:

@@ -187,7 +187,7 @@ class Coordinator:
         page = Page("application/json", lambda: service_discovery(self._targets))
         pages = {DISCOVERY_PATH: page}
         if self._log is not None:
-            self._live = LivePage(self._log.run_dir, self._known, lambda: self._targets, viewer)
+            self._live = LivePage(self._log.run_dir, self._known, viewer)
             pages |= self._live.pages
         self._exporter = ProcessExporter(settings, self._recorder, pages=pages)
         return self._exporter.target
@@ -205,6 +205,7 @@ class Coordinator:
             state=str(self._state),
             started_at=self._started_at,
             hosts=self._hosts,
+            targets=self._targets,
             events=self._events,
         )
 

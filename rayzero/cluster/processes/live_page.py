@@ -61,6 +61,7 @@ class Known:
     state: str
     started_at: float  # seconds since 1970
     hosts: Mapping[str, str]  # process -> its host
+    targets: Sequence[Target] = ()  # the exporters
     events: Sequence[RunEvent] = ()  # oldest first
 
 
@@ -180,11 +181,9 @@ class Curves:
 class LivePage:
     """What a browser may ask for. Knows rows, scrapes and what the coordinator tells; not how a run works."""
 
-    def __init__(
-        self, run_dir: Path, look: Callable[[], Known], targets: Callable[[], Sequence[Target]], viewer: Viewer
-    ) -> None:
-        """``look``, ``targets``: called in this object's thread. ``viewer``: opens the run's exporters."""
-        self._look, self._targets, self._viewer = look, targets, viewer
+    def __init__(self, run_dir: Path, look: Callable[[], Known], viewer: Viewer) -> None:
+        """``look``: called in this object's thread. ``viewer``: opens the run's exporters."""
+        self._look, self._viewer = look, viewer
         self._tail, self._curves = RowTail(run_dir), Curves()
         self._kept: tuple[Scrape, ...] = ()
         self._made = b""
@@ -222,7 +221,7 @@ class LivePage:
         while rows := self._tail.next():
             for row in rows:
                 self._curves.add(row["step"], values_of(row) or {})
-        asked = tuple(self._targets())
+        asked = tuple(self._look().targets)
         now = scrape(asked, timeout_s=_ANSWER_S, viewer=self._viewer)
         same = [one for one in self._kept if {p.target for p in one.processes} == set(asked)]
         self._kept = keep((*same, now), _WINDOW_S)

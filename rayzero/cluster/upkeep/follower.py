@@ -13,11 +13,11 @@ import ray
 
 from rayzero.cluster.actor_calls import ANSWER_S, STOP_S, control
 from rayzero.cluster.files.key_files import FOLLOWER_FILE, VIEWER_FILE, write_key
-from rayzero.cluster.journal import Journal, RunRequest
 from rayzero.cluster.processes.coordinator import HeardReports, News
 from rayzero.cluster.processes.rank_worker import RankSettings, RankStart
 from rayzero.cluster.run import Load, Recovery, Rescaled, RunState, rank_name
 from rayzero.cluster.run_actors import RunActors
+from rayzero.cluster.status import RunRequest, RunStatus
 from rayzero.cluster.supervision import Failure, RankOutcome, Verdict, Watch, is_lost, postponed, shielded
 from rayzero.cluster.upkeep.ray_processes import RayProcesses
 from rayzero.cluster.upkeep.renewal import Renewal
@@ -97,16 +97,16 @@ class Follower:
 
     Knows the Ray calls of loops and reports; not what a death or an end means for the run."""
 
-    def __init__(self, actors: RunActors, journal: Journal, request: RunRequest) -> None:
+    def __init__(self, actors: RunActors, status: RunStatus, request: RunRequest) -> None:
         self._actors = actors
-        settings = _rank_settings(request, actors, journal.addresses)
+        settings = _rank_settings(request, actors, status.addresses)
         self._controller = Controller(
             request.scaling.num_workers,
-            journal.addresses,
+            status.addresses,
             max_failures=request.run.max_failures,
             bound=_bound(request),
             beside=_beside(request),
-            outlived=journal.outlived,
+            outlived=status.outlived,
             rank_life=request.directory.start.life,
             ownership=actors.ownership,
         )
@@ -124,13 +124,13 @@ class Follower:
         self._loops = self._processes.loops
         for own in settings:
             self._loops[actors.run_loop(own, request.packed_loop)] = rank_name(own.rank)
-        journal.say, journal.changed = request.on_phase, request.record.write
-        self._replacement = Replacement(actors, self._controller, self._processes, journal)
+        status.say, status.changed = request.on_phase, request.record.write
+        self._replacement = Replacement(actors, self._controller, self._processes, status)
         self._rescaling = self._replacement.rescaling = Rescaling(
             actors,
             self._replacement.supervisor,
             self._processes,
-            journal,
+            status,
             zero=request.zero,
             scaling=request.scaling,
         )
@@ -141,8 +141,8 @@ class Follower:
         self._autoscaling = Autoscaling(actors, _limits(request), self._controller, self._rescaling)
         self._heard, self._life = HeardReports(), actors.coordinator_life
         self._news = actors.coordinator.next_reports.remote(self._life)
-        self._journal = journal
-        self._recovered, self._rescaled = len(journal.recoveries), len(journal.rescales)
+        self._status = status
+        self._recovered, self._rescaled = len(status.recoveries), len(status.rescales)
         self._on_report = request.on_report
         self._record = request.record
         self._on_phase = request.on_phase
@@ -188,14 +188,14 @@ class Follower:
     def starts_again(self) -> bool:
         """After a bad end: whether the run may start again from a checkpoint. Call it once: it may be one more failure
         to outlive."""
-        cause, died = self._watch.cause, self._controller.outlived > self._journal.outlived
+        cause, died = self._watch.cause, self._controller.outlived > self._status.outlived
         counted = cause.restarts and died and cause.who != "coordinator"  # which the controller does not know
         restarts = is_lost(cause, after_a_death=died)
         if restarts and not counted:
             restarts = self._controller.spend() is None
-        self._journal.outlived = self._controller.outlived
-        if restarts and self._journal.lost_at is None:
-            self._journal.lost_at = time.monotonic()
+        self._status.outlived = self._controller.outlived
+        if restarts and self._status.lost_at is None:
+            self._status.lost_at = time.monotonic()
         return restarts
 
     def finish(self) -> None:
@@ -203,7 +203,7 @@ class Follower:
         with postponed():  # as in follow()
             self._read_rest()
         self._actors.move(RunState.FINISHED)
-        self._journal.measured |= self._actors.stop_owners()
+        self._status.measured |= self._actors.stop_owners()
 
     def take_down(self, state: RunState, reason: str) -> None:
         """After a bad end: stop every process, wait a little, and keep what can still be read. Signals are
@@ -223,12 +223,12 @@ class Follower:
             self._take_outcome(call, self._loops.pop(call))
         with suppress(forgives):
             self._read_rest()
-        self._journal.measured |= self._actors.stop_owners(STOP_S)
+        self._status.measured |= self._actors.stop_owners(STOP_S)
 
     def _tell_stopped(self) -> None:
         """Record the stop at once: a Ray that got the same signal is ending, and may end this process a minute
         later."""
-        self._journal.state = RunState.STOPPED
+        self._status.state = RunState.STOPPED
         self._record.write()
 
     def _take(self, call: Any) -> None:
@@ -245,7 +245,7 @@ class Follower:
     def _take_outcome(self, call: Any, who: str) -> None:
         answer = self._processes.answer(call, who)
         if isinstance(answer, RankOutcome):
-            self._journal.measured[who] = answer.measured
+            self._status.measured[who] = answer.measured
             self._replacement.do(Ended(self._processes.present(who)))
             self._watch.finished(answer, time.monotonic())
 
@@ -258,16 +258,16 @@ class Follower:
 
     def _note_changes(self) -> None:
         """Do what follows from recoveries and changes of the owners that were entered just now."""
-        recovered, rescales = len(self._journal.recoveries), len(self._journal.rescales)
+        recovered, rescales = len(self._status.recoveries), len(self._status.rescales)
         if recovered > self._recovered and self._watch.verdict(time.monotonic()) is Verdict.RUNNING:
-            self._actors.spares.fill()  # now: a process that imports would have slowed the one that others waited for
+            self._actors.fill_spares()  # now: a process that imports would have slowed the one that others waited for
             self._note_spares()
-        for rescaled in self._journal.rescales[self._rescaled :]:
+        for rescaled in self._status.rescales[self._rescaled :]:
             self._autoscaling.ended(rescaled)
         self._recovered, self._rescaled = recovered, rescales
 
     def _note_spares(self) -> None:
-        self._journal.spares = self._actors.spares.members
+        self._status.spares = self._actors.spares.members
 
     def _take_coordinator(self) -> None:
         """Ray has started another coordinator; see [Note: another coordinator]."""
@@ -279,7 +279,7 @@ class Follower:
         pid = self._actors.resume_coordinator()
         seconds = time.monotonic() - began
         self._actors.coordinator.recovered.remote("coordinator", "the coordinator", {"re-form": seconds})
-        self._journal.recoveries.append(Recovery(who="coordinator", pid=pid, seconds=seconds))
+        self._status.recoveries.append(Recovery(who="coordinator", pid=pid, seconds=seconds))
         left = still_outlived(self._controller.max_failures, self._controller.outlived)
         self._on_phase(f"coordinator died, and is back as pid {pid} {left}")
 
@@ -297,7 +297,7 @@ class Follower:
             self._take_coordinator()
         self._news = self._actors.coordinator.next_reports.remote(self._life)
         for report in filter(self._heard.is_new, news.reports):
-            self._journal.latest[report.rank] = report
+            self._status.latest[report.rank] = report
             self._checkpoints.note(report.checkpoint)
             on_report, self._on_report = self._on_report, None  # one that raises is not called again
             if on_report is not None:

@@ -6,10 +6,10 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rayzero.cluster.journal import Journal
 from rayzero.cluster.nodes.session import ray_answers
 from rayzero.cluster.run import Recovery, actor_name
 from rayzero.cluster.run_actors import RunActors
+from rayzero.cluster.status import RunStatus
 from rayzero.cluster.supervision import Failure, OneCause, death_of, postponed
 from rayzero.cluster.upkeep.ray_processes import Death, RayProcesses
 from rayzero.cluster.upkeep.rescaling import Rescaling
@@ -43,9 +43,9 @@ class Replacement:
 
     Knows what a death costs and how long a recovery takes; not Ray's calls, nor how a loop ends."""
 
-    def __init__(self, actors: RunActors, controller: Controller, processes: RayProcesses, journal: Journal) -> None:
-        """``journal``: where recoveries and the members of now are entered."""
-        self._actors, self._controller, self.processes, self._journal = actors, controller, processes, journal
+    def __init__(self, actors: RunActors, controller: Controller, processes: RayProcesses, status: RunStatus) -> None:
+        """``status``: where recoveries and the members of now are entered."""
+        self._actors, self._controller, self.processes, self._status = actors, controller, processes, status
         self.supervisor = Supervisor(controller, processes)
         self.rescaling: Rescaling | None = None  # of owners, if they may change
         self._dead: dict[MemberId, Recovering] = {}  # until other processes are started
@@ -153,7 +153,7 @@ class Replacement:
             case Serves() if recovering is not None:
                 recovering.answered, recovering.pid = time.monotonic(), self._actors.members[recovering.who].pid
                 self._actors.enlist()
-                self._journal.enter(self._controller.addresses, self._actors)
+                self._status.enter(self._controller.addresses, self._actors)
             case Answered(process, "succeed") | Died(process):
                 told = [one for one in self._recovering.values() if process in one.telling]
                 for one in told if isinstance(event, Died) else told[:1]:
@@ -164,12 +164,12 @@ class Replacement:
     def _note_start(self, recovering: Recovering) -> None:
         failure = recovering.death.failure
         left = still_outlived(self._controller.max_failures, self._controller.outlived)
-        self._journal.say(f"{failure.who} {failure.what} Another process takes its place {left}")
-        self._journal.replacing = [*self._without(failure.who), failure.who]
-        self._journal.changed()
+        self._status.say(f"{failure.who} {failure.what} Another process takes its place {left}")
+        self._status.replacing = [*self._without(failure.who), failure.who]
+        self._status.changed()
 
     def _without(self, who: str) -> list[str]:
-        return [other for other in self._journal.replacing if other != who]
+        return [other for other in self._status.replacing if other != who]
 
     def _end_recoveries(self) -> None:
         awaited = self._controller.awaited
@@ -180,7 +180,7 @@ class Replacement:
     def _end_recovery(self, member: MemberId) -> None:
         recovery = self._recovering.pop(member).recovery(time.monotonic())
         self._actors.coordinator.recovered.remote(str(member.kind), recovery.who, recovery.phases)
-        self._journal.replacing = self._without(recovery.who)
-        self._journal.changed()
-        self._journal.recoveries.append(recovery)
-        self._journal.say(f"{recovery.who} is back as pid {recovery.pid}, {recovery.seconds:.1f} s after its death")
+        self._status.replacing = self._without(recovery.who)
+        self._status.changed()
+        self._status.recoveries.append(recovery)
+        self._status.say(f"{recovery.who} is back as pid {recovery.pid}, {recovery.seconds:.1f} s after its death")

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from rayzero.cluster.files.run_record import run_status, why_over
-from rayzero.cluster.journal import Journal
 from rayzero.cluster.nodes.places import check_memory, check_nodes, choose, is_placed
 from rayzero.cluster.nodes.session import alive_nodes
 from rayzero.cluster.run import Rescaled, RunState, optimizer_name
 from rayzero.cluster.run_actors import RunActors
+from rayzero.cluster.status import RunStatus
 from rayzero.cluster.upkeep.ray_processes import RayProcesses
 from rayzero.config import ScalingConfig, ZeroConfig
 from rayzero.config.zero import Placement
@@ -99,13 +99,13 @@ class Rescaling:
         actors: RunActors,
         supervisor: Supervisor,
         processes: RayProcesses,
-        journal: Journal,
+        status: RunStatus,
         *,
         zero: ZeroConfig,
         scaling: ScalingConfig,
     ) -> None:
-        """``journal``: where changes are entered."""
-        self._actors, self._supervisor, self._processes, self._journal = actors, supervisor, processes, journal
+        """``status``: where changes are entered."""
+        self._actors, self._supervisor, self._processes, self._status = actors, supervisor, processes, status
         self._controller, self._zero, self._scaling = supervisor.controller, zero, scaling
         self._placement = zero.placement  # that of the last change that named one
         self._refusal = why_not(zero, self._controller.max_failures)
@@ -145,12 +145,12 @@ class Rescaling:
             self._end(change, str(error))
             return
         if not changes:
-            self._journal.say(f"it has {count(change.before, 'optimizer')} already")
+            self._status.say(f"it has {count(change.before, 'optimizer')} already")
             self._enter(change.rescaled(time.monotonic()))
             return
         self._change = change
         change.began[Step.START] = time.monotonic()
-        self._journal.say(f"changing {change} ({change.why})")
+        self._status.say(f"changing {change} ({change.why})")
         self._progress(f"{change}: {_SAID[Step.START]}")
         self._processes.nodes = change.nodes
         self._note_actions(self._supervisor.scale(wanted))
@@ -221,20 +221,20 @@ class Rescaling:
             said = f"the run has {now} now; training stood for {rescaled.pause:.2f} s; {moved} have another owner"
         else:
             said = f"{count(change.before, 'optimizer')} as before: {failed}"
-        self._journal.say(said)
+        self._status.say(said)
         self._progress(None)
         if failed is None:
-            self._journal.num_optimizers = rescaled.after
-            self._journal.enter(self._controller.addresses, self._actors)
+            self._status.num_optimizers = rescaled.after
+            self._status.enter(self._controller.addresses, self._actors)
         self._enter(rescaled)
 
     def _enter(self, rescaled: Rescaled) -> None:
-        self._journal.rescales.append(rescaled)
-        self._journal.changed()
+        self._status.rescales.append(rescaled)
+        self._status.changed()
 
     def _progress(self, said: str | None) -> None:
-        self._journal.rescaling = said
-        self._journal.changed()
+        self._status.rescaling = said
+        self._status.changed()
 
     # ---- what comes of one
 
@@ -274,7 +274,7 @@ class Rescaling:
             self._change.begin_again(time.monotonic())
             self._progress(f"{self._change}: {_SAID[Step.START]}")
             left = still_outlived(self._controller.max_failures, self._controller.outlived)
-            self._journal.say(f"the change of the optimizers begins again: {why} {left}")
+            self._status.say(f"the change of the optimizers begins again: {why} {left}")
             return
         change, self._change = self._change, None
         if change is not None:

@@ -59,6 +59,11 @@ class UnitPlan:
     units_of_module: Mapping[str, tuple[int, ...]]
     """Per unit module: every unit its forward needs, its own first, then those that own parameters tied into it."""
 
+    @property
+    def root(self) -> list[int]:
+        """Units of parameters outside any unit module."""
+        return [unit for unit, module in enumerate(self.modules) if module == ROOT]
+
 
 def build_layout(
     model: nn.Module,

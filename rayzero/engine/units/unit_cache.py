@@ -61,6 +61,7 @@ class OpenStep(Protocol):
 
     step: int  # its number, which is the published version that units are read at
     clock: StepClock
+    transfers: UnitTransfers
 
     def raise_if_failed(self) -> None:
         """Raise the error of the step before if it has failed by now."""
@@ -80,7 +81,6 @@ class UnitCache:
         trained: Collection[int],
         *,
         step: OpenStep,
-        transfers: UnitTransfers,
         residency: Residency,
         config: ZeroConfig,
         recorder: Recorder,
@@ -94,8 +94,8 @@ class UnitCache:
         self._root = frozenset(root)
         self._trained = trained
         self._step = step
-        self._store = transfers.store
-        self._transfers = transfers
+        self._transfers = step.transfers
+        self._store = self._transfers.store
         self._residency = residency
         self._recorder = recorder
         self._clock = step.clock
@@ -104,7 +104,7 @@ class UnitCache:
         self.observers: list[Observer] = []
         prefetches = config.async_prefetch and config.overlap_computation
         self.most_ahead = config.prefetch_buffer_size if prefetches else 0  # units; a depth's bound
-        self.times = UseTimes(transfers.lane, self._clock, recorder, self._groups)
+        self.times = UseTimes(self._transfers.lane, self._clock, recorder, self._groups)
         self._publications: dict[int, Future[int]] = {}  # of the present version; frozen units': of any
         self._behind: set[int] = set()  # units that are up, not yet at this version. [Note: pinned units]
         self._dropped: list[Fetching] = []  # dropped fetches that still write. freed by: _reap

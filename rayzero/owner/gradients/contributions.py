@@ -42,24 +42,17 @@ class Contributions:
     Knows ranks, shards and counts; not versions, nor how a decision is made. Thread-safe: settles no future and
     computes nothing under its lock."""
 
-    def __init__(
-        self,
-        owner: int,
-        model: OwnedModel,
-        updater: Updater,
-        recorder: Recorder,
-        on_total: TotalListener,
-    ) -> None:
+    def __init__(self, model: OwnedModel, updater: Updater, recorder: Recorder, on_total: TotalListener) -> None:
         """``on_total``: see ``ShardService.on_total``. Where these are a successor's, what asks for a later step waits
         until the decisions before it are redone."""
         spec, shards = model.spec, model.shards
         self._redoing = bool(model.former) or not shards  # without shards it cannot know whether it is a successor
         self._held: list[tuple[int, tuple[FinishReport, ...], Future[NormParts]]] = []  # collects of later steps
         self._redone: list[Future[None]] = []  # done once the open step is decided here
-        self._owner, self._spec, self._every, self._recorder = owner, spec, shards, recorder
+        self._owner, self._spec, self._every, self._recorder = model.owner, spec, shards, recorder
         self._step = OpenStep(model.version)
         hears = on_total if spec.accumulation_steps > 1 else None  # else no push takes the place of another
-        self.sums = ShardSums(owner, model, updater, recorder, self._step, hears)
+        self.sums = ShardSums(model, updater, recorder, self._step, hears)
         self._shards = self.sums.shards
         self._by_unit: dict[int, list[OwnedShard]] = {}
         for shard in self._shards.values():

@@ -63,7 +63,6 @@ class ShardSums:
 
     def __init__(
         self,
-        owner: int,
         model: OwnedModel,
         updater: Updater,
         recorder: Recorder,
@@ -74,7 +73,7 @@ class ShardSums:
         self.shards = {index: shard for index, shard in model.shards.items() if shard.trainable}
         self._world_size, self._planned = model.spec.world_size, model.spec.accumulation_steps
         self._squares, self._adder = model.square_sum, choose_adder()
-        self._owner, self._step, self._on_total = owner, step, on_total
+        self._owner, self._step, self._on_total = model.owner, step, on_total
         self._updater, self._recorder = updater, recorder
         self._totals: dict[int, Total] = {}  # by shard, what is in its total; empty: there are none
         for index, shard in self.shards.items():

@@ -26,6 +26,7 @@ from rayzero.store.host.line_channel import LineChannel
 from rayzero.store.host.owner_link import AnyChannel
 from rayzero.store.shm.lines import room_for
 from rayzero.store.wire.payload import Assembly, byte_view
+from rayzero.store.wire.tensor_stream import Progress
 
 BATCH_BYTES = 8 << 20  # the most that travels together
 BATCH_PARTS = 1024  # the same: their requests are one message
@@ -276,30 +277,12 @@ class Move:
     channel: AnyChannel
     deadline_s: float
     moving: Future[None] = field(default_factory=Future)  # once it is done, the transfer ends
-    moved: Callable[[], None] = lambda: None  # called for every chunk
+    progress: Progress = field(default_factory=Progress)
 
 
 def bulk_deadline_s(size_bytes: int) -> float:
     """How long so many bytes may travel, in seconds."""
     return QUICK_S + size_bytes / _SLOWEST_BYTES_PER_S
-
-
-class Progress:
-    """Counts the chunks of a stream as they pass. When it is repeated, only chunks beyond the best try are progress: a
-    link that breaks again and again must not hide that nothing moves."""
-
-    def __init__(self) -> None:
-        self.chunks = 0  # of the best try
-        self._now = 0  # of this one
-
-    def begin(self) -> None:
-        """Another try."""
-        self._now = 0
-
-    def moved(self) -> None:
-        """One chunk has passed."""
-        self._now += 1
-        self.chunks = max(self.chunks, self._now)
 
 
 _REQUESTS = {"Push": pb.PushRequest, "Load": pb.LoadRequest, "Stage": pb.StageRequest}
@@ -337,7 +320,7 @@ def _upload_in_memory(move: Move, channel: LineChannel, method: str, request: An
         for part in parts:
             for shard, content in part.contents():
                 parcel.put(shard.index, byte_view(content).data)
-                move.moved()
+                move.progress.moved()
         call = channel.transfer(method, request, move.deadline_s, parcel)
         move.moving.add_done_callback(lambda _: call.cancel())
         channel.answer(call)
@@ -348,7 +331,7 @@ def _upload_over_network(move: Move, channel: Channel, method: str, request: Any
         move.moving.add_done_callback(lambda _: transfer.abort())
         for part in parts:
             for shard, content in part.contents():
-                transfer.send(shard.index, byte_view(content).data, move.moved)
+                transfer.send(shard.index, byte_view(content).data, move.progress)
         transfer.answer()
 
 
@@ -364,7 +347,7 @@ def download(
         return
     with move.channel.transfer("Fetch", request, move.deadline_s) as transfer:
         move.moving.add_done_callback(lambda _: transfer.abort())
-        yield lambda assembly: transfer.receive(assembly, move.moved)
+        yield lambda assembly: transfer.receive(assembly, move.progress)
         transfer.answer()
 
 
@@ -396,7 +379,7 @@ def _download_in_memory(
             content = parcel.take(shard)
             assembly.room_for(shard, 0, len(content))[:] = content
             assembly.add(len(content))
-            move.moved()
+            move.progress.moved()
 
         yield take
 

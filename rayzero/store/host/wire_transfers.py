@@ -33,7 +33,6 @@ from rayzero.store.host.transfer_calls import (
     Batches,
     Download,
     Move,
-    Progress,
     Sending,
     TransferThreads,
     bulk_deadline_s,
@@ -44,6 +43,7 @@ from rayzero.store.host.transfer_calls import (
 from rayzero.store.host.waits import Describe, PublishBoard, PushOrder, StallWatch
 from rayzero.store.traffic import count_bytes
 from rayzero.store.wire import translate
+from rayzero.store.wire.tensor_stream import Progress
 from rayzero.telemetry.names import TRANSFER_RETRIES
 from rayzero.telemetry.recorder import Recorder
 
@@ -412,7 +412,7 @@ class WireTransfers:
             if not left:  # all bytes were here when the link broke
                 return
             deadline_s = bulk_deadline_s(sum(part.size for part in left))
-            move = Move(channel=channel, deadline_s=deadline_s, moving=moving, moved=progress.moved)
+            move = Move(channel=channel, deadline_s=deadline_s, moving=moving, progress=progress)
             sizes = [size for part in left for size in part.sizes]
             records = {index for part in left if part.kept is not None for index in _indices(part.shards)}
             try:
@@ -493,7 +493,7 @@ class WireTransfers:
         def stream(channel: AnyChannel, moving: Future[None], progress: Progress) -> None:
             nonlocal transport
             transport = channel.transport
-            move = Move(channel=channel, deadline_s=bulk_deadline_s(size), moving=moving, moved=progress.moved)
+            move = Move(channel=channel, deadline_s=bulk_deadline_s(size), moving=moving, progress=progress)
             upload(move, method, parts)
 
         self._repeat(method.lower(), what, partial(self._describe, parts[0].shards[0]), stream)

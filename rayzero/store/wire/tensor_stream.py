@@ -230,14 +230,32 @@ class TensorStream:
             self.connection.close()
 
 
+class Progress:
+    """Counts the chunks of a stream as they pass. When it is repeated, only chunks beyond the best try are progress: a
+    link that breaks again and again must not hide that nothing moves."""
+
+    def __init__(self) -> None:
+        self.chunks = 0  # of the best try
+        self._now = 0  # of this one
+
+    def begin(self) -> None:
+        """Another try."""
+        self._now = 0
+
+    def moved(self) -> None:
+        """One chunk has passed."""
+        self._now += 1
+        self.chunks = max(self.chunks, self._now)
+
+
 class Receiving:
     """One shard's chunks on their way from a stream into memory, or a message."""
 
     def __init__(
-        self, stream: TensorStream, assembly: Assembly | None = None, moved: Callable[[], None] = lambda: None
+        self, stream: TensorStream, assembly: Assembly | None = None, progress: Progress | None = None
     ) -> None:
-        """``assembly``: None: a message comes. ``moved``: called for every chunk of a shard."""
-        self._stream, self._assembly, self._moved = stream, assembly, moved
+        """``assembly``: None: a message comes. ``progress``: of a shard."""
+        self._stream, self._assembly, self._progress = stream, assembly, progress or Progress()
         self._head = memoryview(bytearray(_HEAD.size))
         self._payload: memoryview | None = None  # of the chunk whose head is here: its memory
         self._coming: memoryview = self._head  # what is being read
@@ -276,7 +294,7 @@ class Receiving:
                 raise MessageCameError(self.message)
         elif self._assembly is not None:
             self._assembly.add(len(payload))
-            self._moved()
+            self._progress.moved()
         return True
 
     def _room(self) -> memoryview:
@@ -308,13 +326,13 @@ class Sent:
         stream: TensorStream,
         shard: int,
         content: memoryview,
-        moved: Callable[[], None] = lambda: None,
+        progress: Progress | None = None,
         *,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
-        """``content``: bytes, which nobody changes until all have passed. ``moved``: called for every chunk."""
+        """``content``: bytes, which nobody changes until all have passed."""
         self._stream, self._shard, self._content = stream, shard, content
-        self._chunk_bytes, self._moved = chunk_bytes, moved
+        self._chunk_bytes, self._progress = chunk_bytes, progress or Progress()
         self._offset = 0  # where the next chunk begins
         self._left: list[memoryview] = []  # of this chunk: head and payload
         self.chunks = 0
@@ -328,7 +346,7 @@ class Sent:
             if not self._write_chunk():
                 return False
             self.chunks += 1
-            self._moved()
+            self._progress.moved()
             if time.monotonic() > until:
                 return self._is_through
         return True

@@ -21,6 +21,7 @@ from rayzero.store.wire.payload import Assembly
 from rayzero.store.wire.tensor_stream import (
     WELCOME,
     MessageCameError,
+    Progress,
     Receiving,
     Sent,
     StreamEndedError,
@@ -94,13 +95,13 @@ class Transfer:
         self.has_ended = False  # with the last answer
         self._pass(message_on(stream, asked(method, request, timeout_s)))
 
-    def send(self, shard: int, content: memoryview, moved: Callable[[], None] = lambda: None) -> None:
-        """Send a shard's bytes, which nobody changes until then. ``moved``: called for every chunk."""
-        self._pass(Sent(self._stream, shard, content, moved))
+    def send(self, shard: int, content: memoryview, progress: Progress | None = None) -> None:
+        """Send a shard's bytes, which nobody changes until then."""
+        self._pass(Sent(self._stream, shard, content, progress))
 
-    def receive(self, assembly: Assembly, moved: Callable[[], None] = lambda: None) -> None:
-        """Have a shard's bytes filled in. ``moved``: called for every chunk."""
-        self._pass(Receiving(self._stream, assembly, moved))
+    def receive(self, assembly: Assembly, progress: Progress | None = None) -> None:
+        """Have a shard's bytes filled in."""
+        self._pass(Receiving(self._stream, assembly, progress))
 
     def receiving(self, assembly: Assembly) -> Receiving:
         """The same, for ``advance``."""

@@ -43,7 +43,7 @@ _RECORD_EVERY_S = 1.0  # how old run.json may be while reports come in
 
 
 @dataclass(slots=True)
-class Journal:
+class RunStatus:
     """What the driver knows of a run so far; complete once ``drive`` has ended, even by an error."""
 
     state: RunState = RunState.STARTING
@@ -75,13 +75,13 @@ class Journal:
 class RecordWriter:
     """Writes ``run.json``, the record of one run, from what its driver knows.
 
-    Knows the run's settings, its directory and the journal; not when something happens."""
+    Knows the run's settings, its directory and the status; not when something happens."""
 
     def __init__(
-        self, journal: Journal, directory: RunDirectory, zero: ZeroConfig, scaling: ScalingConfig, run: RunConfig
+        self, status: RunStatus, directory: RunDirectory, zero: ZeroConfig, scaling: ScalingConfig, run: RunConfig
     ) -> None:
         """The run begins now."""
-        self._journal, self._directory = journal, directory
+        self._status, self._directory = status, directory
         self._zero, self._scaling, self._run = zero, scaling, run
         self._started = time.time()
         self._written = -math.inf  # monotonic seconds
@@ -105,32 +105,32 @@ class RecordWriter:
         return record.model_dump()
 
     def _record(self, error: RunFailedError | None) -> RunRecord:
-        journal, directory = self._journal, self._directory
-        is_up = journal.state is not RunState.STARTING  # what it had before a restart is gone
+        status, directory = self._status, self._directory
+        is_up = status.state is not RunState.STARTING  # what it had before a restart is gone
         latest, resumed = directory.checkpoints.latest, directory.start.checkpoint
         return RunRecord(
             run=self._run.name,
-            state=journal.state,
+            state=status.state,
             error=None if error is None else str(error),
             started_at=self._started,
-            ended_at=None if journal.state in OPEN_STATES else time.time(),
+            ended_at=None if status.state in OPEN_STATES else time.time(),
             driver=DriverProcess(pid=os.getpid(), host=socket.gethostname()),
-            ray_address=journal.ray_address,
-            members=journal.members if is_up else [],
-            spares=journal.spares if is_up else [],
-            addresses=list(journal.addresses),
-            recoveries=journal.recoveries,
-            replacing=journal.replacing,
-            rescaling=journal.rescaling,
-            rescales=journal.rescales,
+            ray_address=status.ray_address,
+            members=status.members if is_up else [],
+            spares=status.spares if is_up else [],
+            addresses=list(status.addresses),
+            recoveries=status.recoveries,
+            replacing=status.replacing,
+            rescaling=status.rescaling,
+            rescales=status.rescales,
             telemetry=self._telemetry() if is_up else None,
-            loggers=[] if journal.loggers is None else journal.loggers.states,
-            metrics={str(rank): dict(report.metrics) for rank, report in sorted(journal.latest.items())},
+            loggers=[] if status.loggers is None else status.loggers.states,
+            metrics={str(rank): dict(report.metrics) for rank, report in sorted(status.latest.items())},
             checkpoint=None if latest is None else str(latest),
             checkpoints_elsewhere=[str(path) for path in directory.checkpoints.elsewhere],
             resumed_from=None if resumed is None else str(resumed),
             states=self._states(),
-            measured={who: measured.to_json() for who, measured in journal.measured.items()},
+            measured={who: measured.to_json() for who, measured in status.measured.items()},
             config={
                 "zero": self._zero.model_dump(mode="json"),
                 "scaling": self._scaling.model_dump(mode="json"),
@@ -148,7 +148,7 @@ class RecordWriter:
     def _telemetry(self) -> TelemetryAddresses | None:
         """The addresses of the run's exporters and of its live page; None without telemetry. A browser cannot show what
         the run's own tools show, so where they alone are let in there is no page."""
-        targets = self._journal.targets
+        targets = self._status.targets
         if not targets:
             return None
         has_page = targets[0].scheme == "http" or self._run.telemetry.web_config is not None
