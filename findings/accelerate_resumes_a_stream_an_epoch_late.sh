@@ -10,7 +10,8 @@
 #   at last, and that epoch begins in the middle. Of three epochs, samples are trained on twice and others left out, and
 #   with a state of epoch 5 it is the sixth pass of the new process that is cut. In epoch 0 it fits, so a trial that stops
 #   early finds nothing but one sample that is lost: the loader reads one batch ahead, and the state counts it. Nothing warns.
-#   loader.set_epoch(epoch) before each pass is right.
+#   loader.set_epoch(epoch) before each pass is right. (accelerate's issue 3996 says of load_state() that a sampler's shuffles
+#   begin anew; here a state of the data that was loaded is passed over, and is taken up in another epoch.)
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
