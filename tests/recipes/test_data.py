@@ -312,17 +312,18 @@ def streamed(tmp_path: Path) -> RecipeConfig:
 
 def test_a_stream_goes_on_where_its_state_says(streamed: RecipeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    for rank in (0, 1):
+    for rank, stop in ((0, 5), (1, 5), (0, 14), (1, 14)):  # an epoch is less than 12 batches
         whole = recipe_corpus(streamed, rank, 2)
-        expected = [whole.train_batch(place(step, rank, 2)) for step in range(12)]  # more than an epoch
+        expected = [whole.train_batch(place(step, rank, 2)) for step in range(stop + 7)]
         stopped = recipe_corpus(streamed, rank, 2)
-        for step in range(5):
+        for step in range(stop):
             assert stopped.train_batch(place(step, rank, 2)).inputs.equal(expected[step].inputs)
         kept = json.loads(json.dumps(stopped.states()["stream"].state_dict(), default=lambda tensor: tensor.tolist()))
+        assert (kept["epoch"] > 0) == (stop > 12)
         kept["ready"] = [[torch.tensor(part, dtype=torch.int32) for part in row] for row in kept["ready"]]
         resumed = recipe_corpus(streamed, rank, 2)
         resumed.states()["stream"].load_state_dict(kept)
-        for step in range(5, 12):
+        for step in range(stop, stop + 7):
             assert resumed.train_batch(place(step, rank, 2)).inputs.equal(expected[step].inputs), (rank, step)
     with pytest.raises(ConfigError, match=r"2 ranks each read a share .*set scaling\.num_workers=2"):
         recipe_corpus(streamed, 0, 1).states()["stream"].load_state_dict(kept)

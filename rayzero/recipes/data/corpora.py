@@ -424,6 +424,7 @@ class RankStream:
                 f"with {self._ranks[1]}; set scaling.num_workers={number}"
             )
         self._epoch = state["epoch"]
+        self._share.set_epoch(self._epoch)  # the share heeds a state in its own epoch only
         self._share.load_state_dict(json.loads(state["share"]))
         self._examples = iter(self._share)
         self._packer.waiting = [
