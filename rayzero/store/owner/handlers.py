@@ -81,8 +81,6 @@ class RankCalls:
                 summed=tuple(request.summed),
             )
         )
-        if request.lost_before:
-            service.lost_before(request.rank, request.lost_before)
         self._model.take_spec(spec)
         history = translate.history_from_pb(request.history) if request.HasField("history") else None
         step = 0
@@ -125,20 +123,12 @@ class RankCalls:
         return pb.BringResponse()
 
     async def keep(self, request: pb.KeepRequest, context: Context) -> pb.KeepResponse:
-        """Keep a state of the rank's loop, or the slab that the rank writes it into."""
-        if request.HasField("state"):
-            self._model.loop_states.keep(request.rank, translate.loop_state_from_pb(request.state))
-        elif self._model.shared is None:
-            raise StoreError(f"optimizer {self._model.service.owner} shares no memory; use transport='grpc'")
-        else:
-            await self._model.compute(self._model.shared.keep_slab, request.rank, request.slab)
+        """Keep a state of the rank's loop."""
+        self._model.loop_states.keep(request.rank, translate.loop_state_from_pb(request.state))
         return pb.KeepResponse()
 
     async def get_kept(self, request: pb.GetKeptRequest, context: Context) -> pb.GetKeptResponse:
         """What was kept of the rank's loop."""
-        if self._model.shared is not None:
-            for state in self._model.shared.loop_states(request.rank):
-                self._model.loop_states.keep(request.rank, state)
         states = self._model.loop_states.of(request.rank)
         return pb.GetKeptResponse(states=map(translate.loop_state_to_pb, states))
 
