@@ -1,5 +1,5 @@
 """Sends a rank's calls to a lead in another process: through a mailbox of its host, whose other end is the lead or the
-door that asks it (store/host/lead_questions.py); by long polls where no memory is shared.
+door that asks it (store/host/lead_questions.py); over its link where no memory is shared.
 
 [Note: asked or answered] A rank asks again what it has had no answer to. What it has had an answer to it does not ask
 again, but other ranks may still wait for the same answer: so the successor of a lead has to know it.
@@ -33,7 +33,7 @@ from rayzero.protocol.messages import (
     Write,
 )
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.host.lead_questions import LongPoll
+from rayzero.store.host.lead_questions import LongCall
 from rayzero.store.host.owner_link import OwnerLink
 from rayzero.store.host.waits import StallWatch
 from rayzero.store.rank.connection import Epochs, LeadLine
@@ -241,7 +241,7 @@ class RemoteLead(LeadLine):
             response = methods(STORE_SERVICE)[method].response
             answer = then(asked, lambda message: read(response.FromString(message)))
         else:
-            answer = LongPoll(self._link, method, request, read, executor=self._answers, awaited=awaited).future
+            answer = LongCall(self._link, method, request, read, executor=self._answers, awaited=awaited).future
         return self._watch.watch(answer, awaited, self.describe)
 
     def is_over(self, link: OwnerLink) -> bool:
