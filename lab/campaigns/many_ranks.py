@@ -200,13 +200,11 @@ class FakeLink:
         self._following: asyncio.Task[None] | None = None
 
     async def ask(self, method: str, request: Any) -> Any:
-        """Make a unary call, again while it is told to."""
-        while True:
-            self.sent += request.ByteSize()
-            answer = await self._calls[method](request, timeout=600.0, metadata=self._metadata)
-            self.received += answer.ByteSize()
-            if "waiting" not in answer.DESCRIPTOR.fields_by_name or not answer.HasField("waiting"):
-                return answer
+        """Make a unary call."""
+        self.sent += request.ByteSize()
+        answer = await self._calls[method](request, timeout=600.0, metadata=self._metadata)
+        self.received += answer.ByteSize()
+        return answer
 
     async def open(self) -> None:
         """Open the link."""

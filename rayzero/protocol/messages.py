@@ -28,7 +28,7 @@ from rayzero.errors import ConfigError, RayZeroError, StoreClosedError, Unsuppor
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.records import Sha256, Whole
 
-PROTOCOL_VERSION = 19
+PROTOCOL_VERSION = 20
 
 # Tensor kinds to fetch or write; the name of an optimizer state, such as "exp_avg", is one too.
 COMPUTE = "compute"  # the published parameters, in the unit's dtype

@@ -1,4 +1,4 @@
-"""What only the gRPC store has: tokens, certificates, damaged and broken streams, long polls, lost connections."""
+"""What only the gRPC store has: tokens, certificates, damaged and broken streams, long waits, lost connections."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import closing, contextmanager, nullcontext
@@ -35,7 +36,7 @@ from rayzero.lead.lead import StepLead
 from rayzero.protocol.messages import PROTOCOL_VERSION, FinishReport, ModelSpec, StepInputs
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.host.owner_link import OwnerLink
-from rayzero.store.owner.calls.long_polls import WAITING_CALLS, Repeats
+from rayzero.store.owner.calls.long_calls import WAITING_CALLS, Repeats
 from rayzero.store.owner.handlers import RankCalls
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.served_model import ServerTerms
@@ -224,12 +225,14 @@ def test_many_waiting_ranks_do_not_block_a_push() -> None:
             assert {norm.result(WAIT).norm.total for norm in norms} == {total}
 
 
-def test_a_wait_outlasts_many_polls() -> None:
-    with serving(poll_s=0.01) as servers, started(connected(servers, 2), make_spec(2)) as ranks:
+def test_a_wait_outlasts_many_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayzero.store.host.lead_questions._AGAIN_S", 0.05)
+    with serving() as servers, started(connected(servers, 2), make_spec(2)) as ranks:
         norm = ranks[0].finish()
         decision = ranks[0].store.decision(0)
         ranks[1].fetch()
         ranks[1].push(random_grads(ranks[0].spec, 1))
+        time.sleep(0.3)
         assert not norm.done()
         ranks[1].finish().result(WAIT)
         assert norm.result(WAIT).total == decision.result(WAIT).norm

@@ -21,7 +21,7 @@ from rayzero.security.authority import Authority
 from rayzero.security.credentials import OWNER, Identity
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.calls.allowance import CALLS
-from rayzero.store.owner.calls.long_polls import WAITING_CALLS
+from rayzero.store.owner.calls.long_calls import WAITING_CALLS
 from rayzero.store.owner.server import OwnerServer
 from rayzero.store.wire.rpc import (
     OWNER_SERVICE,
@@ -39,7 +39,8 @@ from store.fuzz import MOST_GROWTH, attackers, filled, fuzz
 from store.http2 import ACK, DATA, END_HEADERS, END_STREAM, HEADERS, OPENING, RESET, SETTINGS, frame, headers
 from store.stores import TOKEN, connected, serving
 from store.test_tensor_streams import member
-from store.toy import initial_values, make_spec, masters, random_grads, start, started, take_step
+from store.toy import WAIT, initial_values, make_spec, masters, random_grads, start, started, take_step
+from tests.support.waiting import until
 
 SHOWN = Identity(Authority("hostile", on_loopback=True).issue("all", [OWNER, "rank-0.rayzero"]))
 MIB = 1 << 20
@@ -187,15 +188,15 @@ ASKED_IN_VAIN = {
 def test_what_a_rank_asks_for_in_vain_is_refused_soon(method: str, taken: int) -> None:
     """Whole calls, which an owner would keep for ever: means that no other rank makes, say. Others notice nothing."""
     with serving() as (server,), started(connected([server], world_size=2), make_spec(2)) as ranks:
-        metadata, refused = (*token_metadata(TOKEN), *life_metadata(1, 0)), []
+        metadata, most = (*token_metadata(TOKEN), *life_metadata(1, 0)), WAITING_CALLS + 10 - taken
         with open_channel(server.address, None) as channel:
             call = methods(STORE_SERVICE)[method].bind(channel)
-            for number in range(WAITING_CALLS + 10):
-                try:
-                    call(ASKED_IN_VAIN[method](number), metadata=metadata, timeout=2)  # is told to ask again at once
-                except grpc.RpcError as error:
-                    refused.append(from_status(error, "the owner"))
-        assert len(refused) == WAITING_CALLS + 10 - taken
+            asked = [
+                call.future(ASKED_IN_VAIN[method](number), metadata=metadata, timeout=WAIT)
+                for number in range(WAITING_CALLS + 10)
+            ]
+            until(lambda: sum(each.done() for each in asked) == most)
+            refused = [from_status(each.exception(), "the owner") for each in asked if each.done()]
         assert all(type(error) is StoreError and str(error).startswith("rank 1 has ") for error in refused)
         assert ranks[0].fetch(0).keys() == initial_values(ranks[0].spec).keys()
         kept = [each for each in gc.get_objects() if isinstance(each, grpc.aio.AbortError)]

@@ -25,7 +25,7 @@ from rayzero.store.host.channel import Caller
 from rayzero.store.host.door import Door
 from rayzero.store.host.lead_questions import LeadQuestions
 from rayzero.store.host.owner_link import OwnerLink
-from rayzero.store.owner.calls.long_polls import Repeats, answers_to, begin_questions
+from rayzero.store.owner.calls.long_calls import Repeats, answers_to, begin_questions
 from rayzero.store.owner.served_model import ServedModel
 from rayzero.store.shm.signals import available
 from rayzero.store.wire.rpc import OWNER_SERVICE, token_metadata
@@ -136,7 +136,7 @@ def test_those_that_the_lead_makes_wait_are_asked_for_again(door: tuple[LeadQues
     lead.asked[0][2].set_result(answered([1]))
     assert answers[1].result(WAIT) == b"norm"
     until(lambda: lead.made()[1:] == [("Finish", [0, 2])])
-    lead.asked[1][2].set_result(pb.AskResponse(waiting=pb.Waiting(on="rank 9")))
+    lead.asked[1][2].set_result(pb.AskResponse())
     until(lambda: lead.made()[2:] == [("Finish", [0, 2])])
     lead.asked[2][2].set_result(answered([0, 1], b"late"))
     assert [answers[rank].result(WAIT) for rank in (0, 2)] == [b"late", b"late"]

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rayzero.concurrency.futures import settled
 from rayzero.errors import StoreClosedError
 from rayzero.protocol.messages import AT_COMMIT, AT_FORWARD, LoopState, MeanInput, ModelSpec
-from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.rank.shared_memory import SharedRank
-from rayzero.store.remote.lead_line import LoopHistory, newest
 from rayzero.store.shm import recovery
-from rayzero.store.shm.recovery import LoopSlab, remove_former_lives
+from rayzero.store.shm.recovery import LoopSlab, loop_states, remove_former_lives
 from rayzero.store.shm.shared_plan import SharedPlan, life_of, of_lineage, rank_incarnation
-from rayzero.store.wire import translate
 from store.stores import StoreFactory
 from store.toy import WAIT, make_spec, random_grads, start, take_step
 
@@ -73,32 +68,7 @@ def test_the_number_of_means_is_known(make_stores: StoreFactory) -> None:
         assert stores[0].means == 1
 
 
-# ---- a rank's end, alone
-
-
-class Keeper:
-    """An owner that keeps what it gets."""
-
-    def __init__(self) -> None:
-        self.states: list[LoopState] = []
-        self.slabs: list[str] = []
-
-    def ask(self, method: str, request: Any) -> Future[Any]:
-        if method == "GetKept":
-            return settled(pb.GetKeptResponse(states=map(translate.loop_state_to_pb, self.states)))
-        if request.HasField("slab"):
-            self.slabs.append(request.slab)
-        else:
-            self.states.append(translate.loop_state_from_pb(request.state))
-        return settled(pb.KeepResponse())
-
-
-def states_of(
-    keeper: Keeper, shared: SharedRank | None = None, directory: Path | None = None, **how: Any
-) -> LoopHistory:
-    said = {"maps": False, "back_at": None} | how
-    return LoopHistory(1, keeper, PLAN, shared, directory, **said)
-
+# ---- a rank's slab, alone
 
 PLAN = SharedPlan.of(make_spec(world_size=2), 1)
 
@@ -110,73 +80,38 @@ def shared(tmp_path: Path) -> Iterator[SharedRank]:
     made.close(StoreClosedError("closed"))
 
 
-def test_a_successor_gets_what_the_loop_may_go_back_to() -> None:
-    first, successor = Keeper(), Keeper()
-    loop = states_of(first)
-    for step in range(1, 5):
-        loop.keep(state(step)).result(WAIT)
-    assert loop.is_with(first)
-    loop.give(lambda sent: successor.ask("Keep", sent).result())
-    assert first.states == [state(step) for step in (1, 2, 3, 4)]
-    assert successor.states == [state(3), state(4)]
-
-
-def test_a_keeper_that_maps_the_slab_gets_its_name_once(shared: SharedRank) -> None:
-    keeper, successor = Keeper(), Keeper()
-    loop = states_of(keeper, shared, maps=True)
-    for step in range(1, 4):
-        loop.keep(state(step)).result(WAIT)
-    loop.give(lambda sent: successor.ask("Keep", sent).result())
-    path, kept = shared.kept()
-    assert keeper.slabs == successor.slabs == [path]
-    assert (keeper.states, successor.states) == ([], [])
-    assert sorted(kept, key=lambda each: each.step) == [state(step) for step in (1, 2, 3)]
-
-
-@pytest.mark.parametrize("maps", [True, False])
-def test_a_keeper_of_the_next_epoch_gets_everything(maps: bool, shared: SharedRank) -> None:
-    before, now = Keeper(), Keeper()
-    loop = states_of(before, shared, maps=not maps)
-    for step in (1, 2, 3):
-        loop.keep(state(step)).result(WAIT)
-    loop.enter(now)
-    assert not loop.is_with(before)
-    loop.give_all(PLAN, maps=maps)
-    assert now.slabs == [shared.kept()[0]] * maps
-    assert sorted(each.step for each in now.states) == [1, 2, 3] * (not maps)
-    loop.keep(state(4)).result(WAIT)
-    assert [each.step for each in now.states[3:]] == [4] * (not maps)
+def left(directory: Path, life: int, *states: LoopState) -> None:
+    """What a life has left whose process was killed."""
+    slab = LoopSlab.create(PLAN, 1, rank_incarnation(life), 100, directory)
+    for each in states:
+        slab.write(each)
+    slab.slab.close(unlink=False)
 
 
 def test_what_a_former_life_has_left_goes_once_nobody_needs_it(shared: SharedRank, tmp_path: Path) -> None:
-    """It is found beside what the keeper has until a step is decided behind those of that life."""
-    left = LoopSlab.create(PLAN, 1, rank_incarnation(0), 100, tmp_path)
-    left.write(state(5))
-    left.slab.close(unlink=False)  # as if its process were killed
-    keeper = Keeper()
-    keeper.states = [state(4), state(6)]
-    loop = states_of(keeper, shared, tmp_path, back_at=6)
-    assert loop.kept() == [state(4), state(5), state(6)]
-    there = []
+    """It is found until a step is decided behind those of that life."""
+    left(tmp_path, 0, state(4), state(5))
+    assert shared.kept() == [state(4), state(5)]
+    shared.back_at, there = 6, []
     for step in (7, 8, 9):
-        loop.keep(state(step)).result(WAIT)
+        shared.keep(state(step))
         there.append(any(life_of(facts.incarnation) == 0 for _, facts in of_lineage(PLAN.spec, tmp_path)))
     assert there == [True, True, False]
+    assert shared.kept() == [state(7), state(8), state(9)]
 
 
-def test_only_the_newest_steps_count_each_part_once() -> None:
+def test_only_the_newest_steps_count_each_part_once_as_the_last_life_has_it(tmp_path: Path) -> None:
     older = LoopState(step=4, part=AT_COMMIT, content=b"older")
-    found = newest([older, state(6, AT_FORWARD), state(2), state(6), state(4), state(3)])
-    assert found == [state(4), state(6), state(6, AT_FORWARD)]
-    assert newest([]) == []
+    left(tmp_path, 1, state(6), state(4))
+    left(tmp_path, 0, older, state(3), state(6, AT_FORWARD))
+    assert loop_states(PLAN, 1, tmp_path) == [state(4), state(6), state(6, AT_FORWARD)]
+    assert loop_states(PLAN, 0, tmp_path) == []
 
 
-def test_a_state_that_its_rank_removes_meanwhile_is_not_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rank's present life removes those of its former ones; a successor of its keeper may look at that moment."""
+def test_a_state_whose_life_ends_meanwhile_is_not_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It removes its slab, as this one looks."""
     for life in (0, 1):
-        slab = LoopSlab.create(PLAN, 1, rank_incarnation(life), 100, tmp_path)
-        slab.write(state(5 + life))
-        slab.slab.close(unlink=False)
+        left(tmp_path, life, state(5 + life))
 
     def listed(spec: ModelSpec, directory: Path) -> list[Any]:
         monkeypatch.setattr(recovery, "of_lineage", of_lineage)  # what removes lists them, too
@@ -185,7 +120,4 @@ def test_a_state_that_its_rank_removes_meanwhile_is_not_missed(tmp_path: Path, m
         return found
 
     monkeypatch.setattr(recovery, "of_lineage", listed)
-    found = recovery.loop_slabs(PLAN, "optimizer 0", tmp_path, lambda _: True)
-    assert [list(each.states()) for each in found[1]] == [[state(6)]]
-    for each in found[1]:
-        each.close()
+    assert loop_states(PLAN, 1, tmp_path) == [state(6)]

@@ -119,7 +119,8 @@ ALL = {"shared", "windows", "gradients"}
     [
         (ELSEWHERE, {"directory": None}, {"gradients"}),
         (ELSEWHERE, {"directory": None, "keeps_pushed": False}, set()),
-        (ELSEWHERE, {}, {"gradients"}),
+        (ELSEWHERE, {}, {"shared", "gradients"}),
+        (ELSEWHERE, {"keeps_pushed": False}, set()),
         ((0,), {"keeps_pushed": False}, ALL),
         ((0,), {"host_push": "always"}, ALL),
         ((0, 1), {}, ALL),
@@ -184,39 +185,36 @@ def died(memory: RankMemory) -> None:
         slab.close(unlink=False)
 
 
+@pytest.mark.parametrize("here", [(), (0,)])
 @pytest.mark.parametrize(("step", "keeps_pushed", "is_left"), [(4, True, True), (3, True, False), (4, False, False)])
 def test_a_rank_finds_what_its_former_life_has_pushed(
-    step: int, keeps_pushed: bool, is_left: bool, make: Make, stack: ExitStack, slab_dir: Path
+    step: int, keeps_pushed: bool, is_left: bool, here: Sequence[int], make: Make, stack: ExitStack, slab_dir: Path
 ) -> None:
-    offers = {0: owner_of(stack, slab_dir, 0)}
+    """Also where no owner is on its host."""
+    offers = {owner: owner_of(stack, slab_dir, owner) for owner in here}
     before = joined(make(), offers)
     push(before, 4)
     died(before)
     now = joined(make(life=1, keeps_pushed=keeps_pushed), offers)
     left = now.left(PLAN, step)
-    assert (left is not None) == is_left
-    if left is not None:
-        assert [(unit, pushed.step) for unit, pushed in left.pushed] == [(unit.index, 4) for unit in UNITS]
-        for unit, pushed in left.pushed:
-            values = left.memory.at(unit, pushed.place)
-            assert values is not None
-            assert values.max() == 5
+    assert [(unit, pushed.step) for unit, pushed in left.pushed] == [(unit.index, 4) for unit in UNITS] * is_left
+    for unit, pushed in left.pushed:
+        values = left.memory.at(unit, pushed.place)
+        assert values is not None
+        assert values.max() == 5
 
 
 def test_what_is_part_of_sums_is_not_sent_again(make: Make, stack: ExitStack, slab_dir: Path) -> None:
-    """As long as its memory is there, in which the door finds it."""
+    """The door finds it in the memory that the former life has left."""
     offers = {0: owner_of(stack, slab_dir, 0)}
     before = joined(make(host_push="always"), offers)
     push(before, 4)
     died(before)
     now = joined(make(life=1, host_push="always"), offers)
-    left = now.left(PLAN, 4)
-    assert left is not None
-    assert left.pushed == ()
-    assert now.left(PLAN, 3) is None
+    assert now.left(PLAN, 4).pushed == ()
 
 
 def test_a_rank_that_shares_nothing_has_left_nothing(make: Make) -> None:
-    assert joined(make(directory=None), {}).left(PLAN, 0) is None
+    assert joined(make(directory=None), {}).left(PLAN, 0).pushed == ()
     assert make(directory=None).identity == ""
     assert make().identity == make(1).identity != ""

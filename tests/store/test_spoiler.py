@@ -36,7 +36,7 @@ def spoilt(kind: str, *, tls: bool, most: int) -> Iterator[Net]:
         chunks.append(ChunkSpoiler(target, kind, tls=tls, seed=len(chunks), every=EVERY_CHUNK, most=2))
         return chunks[-1]
 
-    with net(make_spec(), proxy=proxy, beside=beside, poll_s=1.0, **{"tls": OWNERS} if tls else {}) as owners:
+    with net(make_spec(), proxy=proxy, beside=beside, **{"tls": OWNERS} if tls else {}) as owners:
         yield owners
     assert sum(each.spoilt for each in chunks) >= (3 if tls else 0)
     assert sum(each.spoilt for each in made) >= (3 if tls else 1), "in the clear, the first may end the run"

@@ -201,7 +201,7 @@ def test_a_message_of_a_rank_is_taken_from_that_rank_alone() -> None:
 def test_without_tls_a_rank_says_which_one_it_is_too() -> None:
     with serving() as (server,), connected([server]) as stores:
         start(stores, make_spec(1))
-        for method in sorted(methods(STORE_SERVICE).keys() - {"GetKept"}):
+        for method in sorted(methods(STORE_SERVICE)):
             said = refusal(server, None, STORE_SERVICE, method, token_metadata(TOKEN))
             assert str(said) == f"{method} was called by a rank that does not say which one it is"
 
@@ -220,11 +220,6 @@ def test_what_a_rank_pushes_has_gradients_of_its_own(caplog: pytest.LogCaptureFi
                 ask(stream, "Push", request).answer()
             assert str(refused.value) == f"Push of {whose} was sent by rank 0"
     assert "refused 1 call" in caplog.text
-
-
-def test_what_is_kept_of_a_loop_is_for_its_next_owner_too() -> None:
-    with serving(tls=OWN) as servers, one_step_goes_on(servers):
-        assert refusal(servers[0], OWN, STORE_SERVICE, "GetKept", token_metadata(TOKEN)) is None
 
 
 @pytest.mark.parametrize("names", [[], [name_of_rank(0)], ["127.0.0.1"]])

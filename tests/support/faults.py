@@ -213,7 +213,7 @@ POINTS = {
     "rank.change": Point(f"{_STORE}.change", _BEFORE),
     "rank.take-over": Point("rayzero.store.remote.remote_connection:RemoteConnection.take_over", _BEFORE),
     "rank.greeted": Point("rayzero.store.rank.shared_memory:SharedRank.enter", _BEFORE),
-    "rank.shared": Point("rayzero.store.remote.lead_line:LoopHistory.give_all", _BEFORE),
+    "rank.shared": Point("rayzero.store.remote.lead_line:RemoteLead.meet_door", _BEFORE),
     "rank.changed": Point(f"{_STORE}.change", _AFTER),
     # a rank: means, writes, checkpoints, calls
     "rank.mean": Point(f"{_STORE}.mean", _BEFORE),

@@ -28,15 +28,14 @@ from rayzero.errors import RayZeroError, StoreClosedError
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.host.channel import NoAnswerError
 from rayzero.store.host.owner_link import OwnerLink
-from rayzero.store.wire.rpc import POLL_MARGIN_S
 from rayzero.store.wire.translate import from_failure
 
 T = TypeVar("T")
 
-_POLL_S = 60.0  # the longest that an owner may hold a long poll; it answers "ask again" sooner
+_AGAIN_S = 60.0  # after which a call without an answer is made again: its answer may be lost on the way
 
 
-class LongPoll(Generic[T]):
+class LongCall(Generic[T]):
     """A call that waits for other ranks, repeated until it has an answer or an error, or until its future ends.
 
     It holds no thread while it waits, and its future completes on the executor it was given. It has no deadline:
@@ -52,7 +51,7 @@ class LongPoll(Generic[T]):
         executor: Executor,
         awaited: str,
     ) -> None:
-        """``read``: turns a response that is not ``waiting`` into the result, which errors call ``awaited``."""
+        """``read``: turns the response into the result, which errors call ``awaited``."""
         self.future: Future[T] = Future()
         self.future.set_running_or_notify_cancel()
         self._link, self._method, self._request, self._read = link, method, request, read
@@ -63,7 +62,7 @@ class LongPoll(Generic[T]):
         self._ask()
 
     def _ask(self) -> None:
-        self._asked[:] = [self._link.ask(self._method, self._request, _POLL_S + POLL_MARGIN_S)]
+        self._asked[:] = [self._link.ask(self._method, self._request, _AGAIN_S)]
         self._asked[0].add_done_callback(self._hand_over)
 
     def _hand_over(self, asked: Future[Any]) -> None:
@@ -81,12 +80,8 @@ class LongPoll(Generic[T]):
         try:
             if isinstance(asked.exception(), NoAnswerError):
                 self._ask()
-                return
-            response = asked.result()
-            if response.HasField("waiting"):
-                self._ask()
             else:
-                settle(self.future, self._read(response))
+                settle(self.future, self._read(asked.result()))
         except Exception as error:  # whatever it is, the future raises it
             fail(self.future, error)
 
@@ -178,8 +173,8 @@ class LeadQuestions:
     def _call(self, method: str, questions: Sequence[_Question]) -> None:
         asked = [pb.AskRequest.Question(rank=each.rank, life=each.life, request=each.request) for each in questions]
         request, awaited = pb.AskRequest(method=method, questions=asked), f"{method} for ranks of this host"
-        poll = LongPoll(self._link, "Ask", request, _itself, executor=self._answers, awaited=awaited)
-        poll.future.add_done_callback(partial(self._answered, method, questions))
+        long = LongCall(self._link, "Ask", request, _itself, executor=self._answers, awaited=awaited)
+        long.future.add_done_callback(partial(self._answered, method, questions))
 
     def _answered(self, method: str, questions: Sequence[_Question], asked: Future[Any]) -> None:
         error, left = asked.exception(), dict(enumerate(questions))

@@ -20,7 +20,7 @@ from rayzero.memory.planner import SERVED_AT_ONCE, SERVED_BYTES
 from rayzero.protocol.messages import canonical_json
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.calls.allowance import TooManyCallsError
-from rayzero.store.owner.calls.long_polls import result_of
+from rayzero.store.owner.calls.long_calls import result_of
 from rayzero.store.owner.served_model import PublishStream, ServedModel
 from rayzero.store.wire import translate
 from rayzero.store.wire.payload import byte_view

@@ -26,7 +26,7 @@ from rayzero.protocol.messages import PROTOCOL_VERSION, Published, require_life
 from rayzero.protocol.products import dtype_of
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.calls.allowance import WrongSenderError
-from rayzero.store.owner.calls.long_polls import LEAD_CALLS, Repeats, answers_to, begin_questions, ended, result_of
+from rayzero.store.owner.calls.long_calls import LEAD_CALLS, Repeats, answers_to, begin_questions, ended, result_of
 from rayzero.store.owner.calls.rank_links import KnownSpecs
 from rayzero.store.owner.follower_calls import FollowerCalls
 from rayzero.store.owner.memory.shared_owner import SharedOwner
@@ -34,7 +34,7 @@ from rayzero.store.owner.served_model import PublishStream, ServedModel
 from rayzero.store.owner.uploads import Stream, receive_push, received
 from rayzero.store.wire import translate
 from rayzero.store.wire.payload import byte_view
-from rayzero.store.wire.rpc import FOLLOWER_SERVICE, OWNER_SERVICE, POLL_MARGIN_S, STORE_SERVICE, caller_of, link_of
+from rayzero.store.wire.rpc import FOLLOWER_SERVICE, OWNER_SERVICE, STORE_SERVICE, caller_of, link_of
 from rayzero.store.wire.translate import from_failure, to_failure
 
 T = TypeVar("T")
@@ -42,6 +42,7 @@ Context = Any  # of this call: grpc.aio.ServicerContext, LineContext or Transfer
 Requests = AsyncIterator[Any]  # messages, and a TransferError for one that was damaged on the way
 
 
+_PATIENCE_S = 10.0  # for the last answer that is to go with others
 _TOGETHER_BYTES = 32 << 20  # of shards that are sent in one visit to a thread: some are copies, of states
 
 
@@ -81,8 +82,6 @@ class RankCalls:
                 summed=tuple(request.summed),
             )
         )
-        if request.lost_before:
-            service.lost_before(request.rank, request.lost_before)
         self._model.take_spec(spec)
         history = translate.history_from_pb(request.history) if request.HasField("history") else None
         step = 0
@@ -125,20 +124,12 @@ class RankCalls:
         return pb.BringResponse()
 
     async def keep(self, request: pb.KeepRequest, context: Context) -> pb.KeepResponse:
-        """Keep a state of the rank's loop, or the slab that the rank writes it into."""
-        if request.HasField("state"):
-            self._model.loop_states.keep(request.rank, translate.loop_state_from_pb(request.state))
-        elif self._model.shared is None:
-            raise StoreError(f"optimizer {self._model.service.owner} shares no memory; use transport='grpc'")
-        else:
-            await self._model.compute(self._model.shared.keep_slab, request.rank, request.slab)
+        """Keep a state of the rank's loop."""
+        self._model.loop_states.keep(request.rank, translate.loop_state_from_pb(request.state))
         return pb.KeepResponse()
 
     async def get_kept(self, request: pb.GetKeptRequest, context: Context) -> pb.GetKeptResponse:
         """What was kept of the rank's loop."""
-        if self._model.shared is not None:
-            for state in self._model.shared.loop_states(request.rank):
-                self._model.loop_states.keep(request.rank, state)
         states = self._model.loop_states.of(request.rank)
         return pb.GetKeptResponse(states=map(translate.loop_state_to_pb, states))
 
@@ -233,28 +224,14 @@ class RankCalls:
     async def describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
         """Say what this owner does for a shard or, with ``step``, what the lead waits for; a door asks it."""
         if request.step and not self._model.leads and (door := self._model.door) is not None:
-            asked = door.questions.describe(min(self._model.poll_s, context.time_remaining() or self._model.poll_s))
-            text = await result_of(asked)
+            text = await result_of(door.questions.describe(context.time_remaining() or _PATIENCE_S))
             return pb.DescribeResponse(text=text)
         return pb.DescribeResponse(text=self._model.describe(request))
 
     async def ask_lead(self, method: str, request: Any, context: Context) -> Any:
-        """Answer what a rank asks the lead (``LEAD_CALLS``), and may ask again; or say what the lead waits for."""
+        """Answer what a rank asks the lead (``LEAD_CALLS``), once there is an answer."""
         begin = partial(self._model.steps.begin, method, request)
-        answer = self._model.repeats.once(_rank_of(context), method, request, begin)
-        if await ended(answer, _patience_s(self._model, context)):
-            return answer.result()
-        return LEAD_CALLS[method].response(waiting=_waiting(self._model))
-
-
-def _waiting(model: ServedModel) -> pb.Waiting:
-    return pb.Waiting(on=model.require_lead().describe())
-
-
-def _patience_s(model: ServedModel, context: Context) -> float:
-    """How long a call may wait before its caller has to ask again: seconds."""
-    left = context.time_remaining()
-    return model.poll_s if left is None else max(0.0, min(model.poll_s, left - POLL_MARGIN_S))
+        return await result_of(self._model.repeats.once(_rank_of(context), method, request, begin))
 
 
 def _notice(published: Sequence[Published], error: RayZeroError | None) -> pb.NoticesResponse:
@@ -368,22 +345,17 @@ class OwnerCalls:
         return pb.DescribeResponse(text=self._model.describe(request))
 
     async def ask(self, request: pb.AskRequest, context: Context) -> pb.AskResponse:
-        """Answer what ranks of a host ask: when all of them have their answers, or with those that are there. What a
-        rank asks that has not attached here waits: the lead before may have given it an answer of which this one
-        has not heard."""
-        ranks, until = self._model.ranks, asyncio.get_running_loop().time() + _patience_s(self._model, context)
-
-        def left_s() -> float:
-            return max(0.0, until - asyncio.get_running_loop().time())
-
+        """Answer what ranks of a host ask: when all of them have their answers, or in a while with those that are
+        there; none: its caller has to ask again. What a rank asks that has not attached here waits: the lead before may
+        have given it an answer of which this one has not heard."""
+        ranks, until = self._model.ranks, asyncio.get_running_loop().time() + _PATIENCE_S
         with suppress(TimeoutError):
-            async with asyncio.timeout(left_s()):
+            async with asyncio.timeout_at(until):
                 await ranks.known([each.rank for each in request.questions])
         begun = begin_questions(request, ranks.is_known, partial(self._begin, request.method))
         for answer in begun.values():
-            await ended(answer, left_s())
-        answers = answers_to(begun)
-        return pb.AskResponse(answers=answers) if answers else pb.AskResponse(waiting=_waiting(self._model))
+            await ended(answer, max(0.0, until - asyncio.get_running_loop().time()))
+        return pb.AskResponse(answers=answers_to(begun))
 
     def _begin(self, method: str, rank: int, life: int, asked: Any) -> Future[Any]:
         """Begin to answer what a rank asks in its ``life``. Raises StoreClosedError if that is over."""

@@ -38,7 +38,7 @@ from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.host.channel import Caller
 from rayzero.store.host.door import Door, require_away
 from rayzero.store.host.mirror_memory import MirrorMemory
-from rayzero.store.owner.calls.long_polls import Repeats
+from rayzero.store.owner.calls.long_calls import Repeats
 from rayzero.store.owner.calls.rank_links import RankLinks, RunningCalls
 from rayzero.store.owner.hosted import Hosted
 from rayzero.store.owner.peers import RemotePeer
@@ -172,7 +172,6 @@ class ServerTerms:
 
     token: str = field(repr=False)  # what every caller must send
     tls: Identity | None = None  # what it shows, and wants to see, on every address that it protects; None: no TLS
-    poll_s: float = 10.0  # seconds that a call may wait for other ranks before its caller is told to ask again
     peer_timeout_s: float = 600.0  # deadline of the lead's calls that compute
     replaces_ranks: bool = False  # somebody starts a rank again that has died, so the others wait for it
     replaces_owners: bool = False  # the same for owners: see ``ServedModel.succeed``
@@ -194,7 +193,6 @@ class ServedModel:
         self.service, self.shared = hosted  # ``shared``: None if this owner shares no memory
         self.replaces_ranks = terms.replaces_ranks  # a rank that dies is started again
         self.tensors = tensors
-        self.poll_s = terms.poll_s  # how long a long poll waits before it answers "ask again"
         self._loop = shared_loop().loop
         self.published = PublishStreams(self._loop)
         self.steps = StepCalls(self)  # calls within a step, over any transport

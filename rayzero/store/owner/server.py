@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -16,8 +15,7 @@ from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 from rayzero.concurrency.event_loop import shared_loop
 from rayzero.errors import EpochOverError, StoreClosedError, StoreError, UnsupportedError
-from rayzero.protocol.messages import LoopState, ModelSpec
-from rayzero.protocol.ownership import Ownership, Prepared, device_owners
+from rayzero.protocol.ownership import Ownership, Prepared
 from rayzero.security.clients import host_of, is_loopback
 from rayzero.security.credentials import Identity
 from rayzero.store.owner.entrances.access import AccessCheck, TransferCalls
@@ -67,7 +65,6 @@ class OwnerServer:
         self._prepared: dict[int, PreparedMemory] = {}  # of the next epoch, by model. freed by: enter(), abandon()
         self._changing = threading.Lock()  # held while the next epoch is prepared, given up or entered
         self._given_up = threading.Event()  # ends what is prepared now
-        self._loops: dict[int, dict[int, list[LoopState]]] = {}  # by model: by rank, what was kept in the last epoch
         self._making = ThreadPoolExecutor(1, "rayzero-owner-models")  # makes models, which opens channels
         self._tensors = TensorPort(self._recorder, TransferCalls(self._find, self._recorder).answer)
         self._terms = terms
@@ -83,9 +80,6 @@ class OwnerServer:
     def _serve(self, number: int) -> ModelCalls:
         """Make what serves one model, at the model's first call."""
         served = ServedModel(number, self._hosted[number], self._terms, self._tensors)
-        for rank, states in self._loops.get(number, {}).items():
-            for state in states:
-                served.loop_states.keep(rank, state)
         if self._addresses is not None:
             served.connect_peers(self._addresses)
         return ModelCalls(served)
@@ -203,7 +197,6 @@ class OwnerServer:
             self._drop_prepared()
             for number, spec in models.items():
                 source = partial(self._source, number, before, addresses, owner)
-                self._loops[number] = _loops_of(spec, owner, before, after, source)
                 self._prepared[number] = prepare(spec, owner, before, after, hosted.share, hosted.terms.threads, source)
             moved = sum(prepared.moved_bytes for prepared in self._prepared.values())
             leading = any(leads(prepared.control) for prepared in self._prepared.values())
@@ -240,7 +233,7 @@ class OwnerServer:
     def _drop_prepared(self) -> None:
         for prepared in self._prepared.values():
             prepared.close()
-        self._prepared, self._loops = {}, {}
+        self._prepared = {}
 
     def enter(self, ownership: Ownership, addresses: Sequence[str]) -> None:
         """The next epoch has begun. End everything of the last one, and serve what was prepared; nothing more if that
@@ -291,23 +284,6 @@ class OwnerServer:
 
     def __exit__(self, *exc: object) -> None:
         self.stop()
-
-
-def _loops_of(
-    spec: ModelSpec, owner: int, before: Ownership, after: Ownership, source: Callable[[int], RemoteShards]
-) -> dict[int, list[LoopState]]:
-    """What the owners of the present epoch keep of the loops of the ranks whose keeper ``owner`` is in the next: a rank
-    that is dead now cannot give it again."""
-    beside = device_owners(spec.world_size, spec.offload_fraction)
-    were, are = before.num_owners + beside, after.num_owners + beside
-    by_keeper = defaultdict[int, list[int]](list)
-    for rank in range(spec.world_size):
-        if rank % are == owner:
-            by_keeper[rank % were].append(rank)
-    found: dict[int, list[LoopState]] = {}
-    for keeper, ranks in by_keeper.items():
-        found |= source(keeper).kept(ranks)
-    return found
 
 
 def _over(owner: int, epoch: int | None, present: int) -> EpochOverError:

@@ -16,14 +16,11 @@ from torch import Tensor
 
 from rayzero.concurrency.backoff import backoff
 from rayzero.errors import RayZeroError, StallError, StoreError, TransferError
-from rayzero.protocol.messages import LoopState
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.memory.next_epoch import EpochFacts
-from rayzero.store.wire import translate
 from rayzero.store.wire.payload import Assembly, byte_view
 from rayzero.store.wire.rpc import (
     OWNER_SERVICE,
-    STORE_SERVICE,
     CallTerms,
     break_of,
     from_status,
@@ -122,19 +119,6 @@ class RemoteShards:
         while not transfer.advance(receiving):
             self._require_wanted()
         self._require_wanted()
-
-    def kept(self, ranks: Sequence[int]) -> dict[int, list[LoopState]]:
-        """What the owner keeps of these ranks' loops, by rank; blocks."""
-
-        def ask(channel: Any) -> dict[int, list[LoopState]]:
-            get = methods(STORE_SERVICE)["GetKept"].bind(channel)
-            asked = {
-                rank: get.future(pb.GetKeptRequest(rank=rank), timeout=_QUICK_S, metadata=self._metadata)
-                for rank in ranks
-            }
-            return {rank: list(map(translate.loop_state_from_pb, each.result().states)) for rank, each in asked.items()}
-
-        return self._repeat(ask)
 
     def _ask(self, channel: Any, method: str, request: Any) -> Any:
         """The answer to a call."""

@@ -13,7 +13,7 @@ from rayzero.layout.model_layout import Shard, UnitLayout, dtype_name
 from rayzero.protocol.messages import Contribution
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.calls.allowance import WrongSenderError
-from rayzero.store.owner.calls.long_polls import result_of
+from rayzero.store.owner.calls.long_calls import result_of
 from rayzero.store.owner.served_model import ServedModel
 from rayzero.store.owner.streams import OwnerStream, ParcelStream, ShardDestination
 from rayzero.store.wire import translate

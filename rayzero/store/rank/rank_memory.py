@@ -121,7 +121,7 @@ class RankMemory:
         """Map what owners of this host offer. ``away``: the owners of other hosts. ``page_lock``: see
         ``ParameterStore.attach``. Raises HandshakeError if an offer is not from this run, MemoryPlanError if there is
         no room."""
-        if self._directory is None or not offers:
+        if self._directory is None or not (offers or self._keeps_pushed):
             return
         pooled = not away
         if page_lock is not None and (doubt := doubt_of_locks(plan, list(offers), pooled=pooled)) is not None:
@@ -151,7 +151,7 @@ class RankMemory:
             self._say_sums(away)
             self.gradients = gradient_region(plan.spec, self.shared.gradients(), self.shared)
             self.shared.listen(board)
-        if self.gradients is None and self._keeps_pushed:
+        elif self._keeps_pushed:
             self.gradients = gradient_region(plan.spec, gradient_memory(plan.spec, pinned_for=page_lock))
 
     def enter(
@@ -187,13 +187,12 @@ class RankMemory:
 
     # ---- a former life
 
-    def left(self, plan: SharedPlan, step: int) -> FormerRank | None:
-        """What this rank's former life had pushed of ``step``, the last decided one; None: nothing of it is left here.
-        Of what is part of sums, there is nothing to send: the door of this host makes them again."""
-        if self.shared is None or not (self._keeps_pushed or self.summed):
-            return None
-        left = former_ranks(plan, f"rank {self._rank}", self.shared.directory, step).get(self._rank)
-        return NOTHING_LEFT if left is not None and self.summed else left
+    def left(self, plan: SharedPlan, step: int) -> FormerRank:
+        """What this rank's former life had pushed of ``step``, the last decided one, and owners on other hosts may need
+        again. Of what is part of sums, there is nothing to send: the door of this host makes them again."""
+        if self.shared is None or self.summed or not self._keeps_pushed:
+            return NOTHING_LEFT
+        return former_ranks(plan, f"rank {self._rank}", self.shared.directory, step).get(self._rank, NOTHING_LEFT)
 
     # ---- the end
 

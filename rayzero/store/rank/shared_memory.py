@@ -26,7 +26,7 @@ from rayzero.store.host.mirror_memory import MirrorLines
 from rayzero.store.host.waits import PublishBoard
 from rayzero.store.rank.unit_windows import UnitWindows
 from rayzero.store.shm.mailbox import Asker
-from rayzero.store.shm.recovery import LoopSlab, remove_former_lives
+from rayzero.store.shm.recovery import LoopSlab, loop_states, remove_former_lives
 from rayzero.store.shm.shard_lines import ShardLines, TotalLines
 from rayzero.store.shm.shared_plan import POOL, RANK, SharedPlan, life_of, rank_incarnation
 from rayzero.store.shm.signals import Bell, Listener
@@ -81,6 +81,8 @@ class SharedRank:
         so each unit has a place of its own. Raises MemoryPlanError if there is no room."""
         self.rank, self._plan, self._page_lock, self.directory = rank, plan, page_lock, directory
         self._loop: LoopSlab | None = None  # made at the first keep
+        self.back_at: int | None = None  # the step with which this life has come back, while its former lives' memory
+        # is here
         self._locks: list[PageLock] = []
         gradients, self._incarnation = plan.gradients(), rank_incarnation(life)
         self.pooled = pooled and POOL in gradients.places
@@ -270,12 +272,10 @@ class SharedRank:
             if unit in owner.units or owner.owner == self.door:
                 owner.bell.ring()
 
-    def keep(self, state: LoopState) -> str | None:
-        """Write a state of the rank's loop into a slab. Returns the slab's path if it is new: an owner has to map it.
-        Raises MemoryPlanError if there is no room."""
-        grown = self._loop is None or not self._loop.takes(state)
-        if grown:
-            before = self._loop
+    def keep(self, state: LoopState) -> None:
+        """Write a state of the rank's loop into a slab. Raises MemoryPlanError if there is no room."""
+        before = self._loop
+        if before is None or not before.takes(state):
             self._loop = LoopSlab.create(self._plan, self.rank, self._incarnation, len(state.content), self.directory)
             if before is not None:
                 for older in before.states():
@@ -283,15 +283,14 @@ class SharedRank:
                 before.close()
         assert self._loop is not None
         self._loop.write(state)
-        return str(self._loop.slab.path) if grown else None
+        if self.back_at is not None and state.step >= self.back_at + 3:
+            # a step is decided behind theirs, so all that they pushed is applied, and this one's loop has newer states
+            remove_former_lives(self._plan.spec, self.rank, life_of(self._incarnation), self.directory)
+            self.back_at = None
 
-    def kept(self) -> tuple[str | None, list[LoopState]]:
-        """The path of the slab of the rank's loop, and the states in it; None if there is none."""
-        return (None, []) if self._loop is None else (str(self._loop.slab.path), list(self._loop.states()))
-
-    def remove_former_lives(self) -> None:
-        """Remove what this rank's former lives have left here, once nobody needs what they had pushed and kept."""
-        remove_former_lives(self._plan.spec, self.rank, life_of(self._incarnation), self.directory)
+    def kept(self) -> list[LoopState]:
+        """The states that this rank's lives have kept here, oldest first."""
+        return loop_states(self._plan, self.rank, self.directory)
 
     def ask_lead(self, method: str, request: bytes) -> Future[bytes] | None:
         """Ask the lead, perhaps through the door of this host; None where the mailbox does not hold the question."""

@@ -1,8 +1,5 @@
 """Sends a rank's calls to a lead in another process: through a mailbox of its host, whose other end is the lead or the
-door that asks it (store/host/lead_questions.py); by long polls where no memory is shared.
-
-What a rank can tell successors is kept here too: to a lead's, what it has asked and was answered; to a keeper's, the
-states of its loop.
+door that asks it (store/host/lead_questions.py); over its link where no memory is shared.
 
 [Note: asked or answered] A rank asks again what it has had no answer to. What it has had an answer to it does not ask
 again, but other ranks may still wait for the same answer: so the successor of a lead has to know it.
@@ -11,17 +8,16 @@ again, but other ranks may still wait for the same answer: so the successor of a
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-from rayzero.concurrency.futures import DONE, chain, then
+from rayzero.concurrency.futures import chain, then
 from rayzero.errors import RayZeroError, StoreClosedError
 from rayzero.protocol.messages import (
-    LOOP_STEPS,
     AttemptHistory,
     BegunSave,
     CheckpointInfo,
@@ -30,7 +26,6 @@ from rayzero.protocol.messages import (
     FileEntry,
     FinishReport,
     LeadHistory,
-    LoopState,
     MeanInput,
     Norm,
     StepHistory,
@@ -38,17 +33,13 @@ from rayzero.protocol.messages import (
     Write,
 )
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.host.lead_questions import LongPoll
+from rayzero.store.host.lead_questions import LongCall
 from rayzero.store.host.owner_link import OwnerLink
 from rayzero.store.host.waits import StallWatch
 from rayzero.store.rank.connection import Epochs, LeadLine
 from rayzero.store.rank.shared_memory import SharedRank
-from rayzero.store.shm.recovery import loop_slabs
-from rayzero.store.shm.shared_plan import SharedPlan
 from rayzero.store.wire import translate
 from rayzero.store.wire.rpc import STORE_SERVICE, methods
-
-# ---- the lead ----------------------------------------------------------------------------------------------------
 
 _MEANS = 8  # a rank makes its means one after the other, so that the last one would do
 T = TypeVar("T")
@@ -138,111 +129,6 @@ class NotedCalls:
         """A save has ended."""
         with self._lock:
             self._saved = EndedSave(number=number, step=step, directory=str(directory), outcome=outcome)
-
-
-# ---- the loop ----------------------------------------------------------------------------------------------------
-
-
-class Keeper(Protocol):
-    """The owner that keeps the states of a rank's loop."""
-
-    def ask(self, method: str, request: Any) -> Future[Any]:
-        """Make a call to it; does not block. The future has the answer."""
-        ...
-
-
-class LoopHistory:
-    """What one rank has kept of its loop, and where. It goes on with the owners of the next epoch.
-
-    Its keeper maps the rank's slab or gets the bytes. A rank that shares memory writes its slab in any case: its next
-    life finds that, also if the keeper dies too. Knows steps and parts; not what is in a state."""
-
-    def __init__(
-        self,
-        rank: int,
-        keeper: Keeper,
-        plan: SharedPlan,
-        shared: SharedRank | None,
-        directory: Path | None,
-        *,
-        maps: bool,
-        back_at: int | None,
-    ) -> None:
-        """``shared``: this rank's shared memory, if it has any. ``directory``: where former lives may have left theirs;
-        None: nowhere. ``maps``: the keeper maps the slab. ``back_at``: the step with which this rank has come back, and
-        before which its former lives have left memory; None: it never died."""
-        self._rank, self._keeper, self._plan = rank, keeper, plan
-        self._shared, self._directory, self._maps, self._back_at = shared, directory, maps, back_at
-        self._sent: list[pb.KeepRequest] = []  # what the keeper has, for a successor
-
-    def keep(self, state: LoopState) -> Future[None]:
-        """See ``Connection.keep``. Raises MemoryPlanError if there is no room."""
-        new = None if self._shared is None else self._shared.keep(state)
-        self._forget_former_lives(state.step)
-        if self._maps:
-            if new is not None:  # rare: the owner maps it before this rank may die
-                self._sent = [pb.KeepRequest(rank=self._rank, slab=new)]
-                self._keeper.ask("Keep", self._sent[0]).result()
-            return DONE
-        request = pb.KeepRequest(rank=self._rank, state=translate.loop_state_to_pb(state))
-        self._sent = [*(sent for sent in self._sent if sent.state.step >= state.step - 1), request]
-        return then(self._keeper.ask("Keep", request), lambda _: None)
-
-    def _forget_former_lives(self, step: int) -> None:
-        if self._shared is not None and self._back_at is not None and step >= self._back_at + 3:
-            # a step is decided behind theirs, so all that they pushed is applied, and this one's loop has newer states
-            self._shared.remove_former_lives()
-            self._back_at = None
-
-    def kept(self) -> list[LoopState]:
-        """See ``Connection.kept``."""
-        answer = self._keeper.ask("GetKept", pb.GetKeptRequest(rank=self._rank)).result()
-        return newest([*self._left_here(), *map(translate.loop_state_from_pb, answer.states)])
-
-    def _left_here(self) -> list[LoopState]:
-        """The states that earlier lives of this rank have left in shared memory, if their keeper is on another host."""
-        if self._directory is None or self._maps:
-            return []
-        found = loop_slabs(self._plan, f"rank {self._rank}", self._directory, lambda rank: rank == self._rank)
-        states = [state for slab in found.get(self._rank, []) for state in slab.states()]
-        for slab in found.get(self._rank, []):
-            slab.close()
-        return states
-
-    # ---- another keeper
-
-    def is_with(self, keeper: Keeper) -> bool:
-        """Whether this is the keeper."""
-        return keeper is self._keeper
-
-    def give(self, send: Callable[[pb.KeepRequest], object]) -> None:
-        """Give the keeper's successor what the keeper had. ``send``: sends it one request, and blocks until it has
-        answered."""
-        for sent in self._sent:
-            send(sent)
-
-    def enter(self, keeper: Keeper) -> None:
-        """An owner of the next epoch is the keeper from now on; it has nothing before ``give_all``."""
-        self._keeper = keeper
-
-    def give_all(self, plan: SharedPlan, *, maps: bool) -> None:
-        """Give the keeper of another epoch everything that is kept; blocks. ``plan``: of this epoch. ``maps``: see
-        ``__init__``."""
-        self._plan, self._maps = plan, maps
-        path, states = (None, []) if self._shared is None else self._shared.kept()
-        if path is not None and maps:
-            self._sent = [pb.KeepRequest(rank=self._rank, slab=path)]
-        elif path is not None:
-            self._sent = [pb.KeepRequest(rank=self._rank, state=translate.loop_state_to_pb(each)) for each in states]
-        for sent in self._sent:
-            self._keeper.ask("Keep", sent).result()
-
-
-def newest(states: Iterable[LoopState]) -> list[LoopState]:
-    """Those of the newest ``LOOP_STEPS`` steps, in their order, each part once: the last one among ``states``."""
-    parts = {(state.step, state.part): state for state in states}
-    oldest = max((step for step, _ in parts), default=0) - LOOP_STEPS
-    return [state for (step, _), state in sorted(parts.items()) if step > oldest]
 
 
 class RemoteLead(LeadLine):
@@ -355,7 +241,7 @@ class RemoteLead(LeadLine):
             response = methods(STORE_SERVICE)[method].response
             answer = then(asked, lambda message: read(response.FromString(message)))
         else:
-            answer = LongPoll(self._link, method, request, read, executor=self._answers, awaited=awaited).future
+            answer = LongCall(self._link, method, request, read, executor=self._answers, awaited=awaited).future
         return self._watch.watch(answer, awaited, self.describe)
 
     def is_over(self, link: OwnerLink) -> bool:

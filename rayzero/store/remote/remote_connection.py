@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from rayzero.concurrency.futures import settled, then
+from rayzero.concurrency.futures import DONE, settled, then
 from rayzero.config.zero import HostPush
 from rayzero.errors import ConfigError, EpochOverError, RayZeroError, UnsupportedError
 from rayzero.protocol.gradient_sum import NOTHING_LEFT, FormerRank
@@ -25,7 +25,7 @@ from rayzero.store.rank.connection import ChangingConnection, Epochs, GradientSe
 from rayzero.store.rank.rank_memory import RankMemory
 from rayzero.store.rank.rank_store import closed_error
 from rayzero.store.remote.handshake import LEASE, Handshake
-from rayzero.store.remote.lead_line import LoopHistory, RemoteLead
+from rayzero.store.remote.lead_line import RemoteLead
 from rayzero.store.remote.ways import RepeatedPushes, Ways
 from rayzero.store.shm.shared_plan import SharedPlan
 from rayzero.store.wire import translate
@@ -106,7 +106,6 @@ class RemoteConnection(ChangingConnection, LinkUser):
         self._lead: RemoteLead | None = None  # after attach
         self._plan: SharedPlan | None = None  # after attach
         self._repeats: RepeatedPushes | None = None  # after attach, if this rank keeps what it pushes
-        self._loop: LoopHistory | None = None  # after attach
         self._copied: tuple[int, ...] = ()  # the owners of which this host has a copy, after attach
         self._callers: tuple[int, ...] = ()  # the owners of this host, if they call others for this rank
 
@@ -217,22 +216,15 @@ class RemoteConnection(ChangingConnection, LinkUser):
         return self._handshake.answers[plan.shard_map.owner(0)].step
 
     def _begin(self, plan: SharedPlan) -> None:
-        """Be connected to the lead and the keeper, and send again what a former life had pushed."""
-        link, step = self._links[plan.shard_map.owner(0)], self._open_step(plan)
-        door = self._door(plan)
-        self._lead = RemoteLead(link, door, self._memory.shared, self._watch, self.epochs)  # freed by: free()
-        self._loop = LoopHistory(
-            self.rank,
-            self._keeper,
-            plan,
-            self._memory.shared,
-            self._terms.share,
-            maps=self._keeper.owner not in self._ways.senders,
-            back_at=step if self._terms.life else None,
-        )
-        former = self._former(plan, step) if self._terms.life else NOTHING_LEFT
+        """Be connected to the lead, and send again what a former life had pushed."""
+        link, shared = self._links[plan.shard_map.owner(0)], self._memory.shared
+        self._lead = RemoteLead(link, self._door(plan), shared, self._watch, self.epochs)  # freed by: free()
+        step = self._open_step(plan) if self._terms.life else None
+        former = NOTHING_LEFT if step is None else self._memory.left(plan, step - 1)
         self._repeats, self._plan = self._repeated(plan, former), plan
-        if self._terms.life:
+        if shared is not None:
+            shared.back_at = step
+        if step is not None:
             self._push_again()
 
     def _door(self, plan: SharedPlan) -> OwnerLink | None:
@@ -305,12 +297,10 @@ class RemoteConnection(ChangingConnection, LinkUser):
         Raises as ``attach`` does, and StateLostError if an owner lacks values that the former one had."""
         assert before._plan is not None
         assert before._lead is not None
-        assert before._loop is not None
         plan = SharedPlan.of(before._plan.spec, self._num_owners, self._ownership)
-        self._memory, self._lead, self._loop = before._memory, before._lead, before._loop
+        self._memory, self._lead = before._memory, before._lead
         lead, history = plan.shard_map.owner(0), self._lead.history()
         self._lead.enter(self._links[lead], self._memory.shared, self._watch)  # first: its successor is told the same
-        self._loop.enter(self._keeper)
         identity = self._memory.identity if self._memory.shares else ""
         here = self._owners_on(identity) if self._memory.summed or self._doors else []
         self._part_with_doors(here)
@@ -325,7 +315,6 @@ class RemoteConnection(ChangingConnection, LinkUser):
         self._memory.enter_windows(away)
         self._lead.meet_door(self._door(plan))
         self._repeats, self._plan = self._repeated(plan), plan
-        self._loop.give_all(plan, maps=self._keeper.owner not in self._ways.senders)
         self._push_again()
         self._handshake.check_successors()
         return self._joined(plan, page_lock=None)
@@ -355,9 +344,6 @@ class RemoteConnection(ChangingConnection, LinkUser):
         if self._lead is not None and self._lead.is_over(link):
             history = self._lead.history()
         self._handshake.greet(link, channel, history)
-        if self._loop is not None and self._loop.is_with(link):
-            timeout_s = max(QUICK_S, self.stall_timeout)
-            self._loop.give(lambda state: channel.answer(channel.start("Keep", state, timeout_s)))
         if self._plan is not None:
             self._handshake.require_values(link)
         self._handshake.share_again(link, channel)
@@ -381,14 +367,6 @@ class RemoteConnection(ChangingConnection, LinkUser):
             self.stall_timeout,
             former,
         )
-
-    def _former(self, plan: SharedPlan, step: int) -> FormerRank:
-        """What this rank had pushed of the last decided step before it died: an owner elsewhere that has died too may
-        not have applied it. If nothing is left, those owners are told. ``step``: the open one."""
-        left = self._memory.left(plan, step - 1)
-        if left is None:
-            self._handshake.admit_loss(self._ways.senders, before=step)
-        return NOTHING_LEFT if left is None else left
 
     def _push_again(self) -> None:
         """Send again what owners on other hosts may lack; blocks."""
@@ -416,17 +394,23 @@ class RemoteConnection(ChangingConnection, LinkUser):
     # ---- the loop's state
 
     def keep(self, state: LoopState) -> Future[None]:
-        assert self._loop is not None
-        return self._loop.keep(state)
+        if self._memory.shared is not None:
+            self._memory.shared.keep(state)
+            return DONE
+        request = pb.KeepRequest(rank=self.rank, state=translate.loop_state_to_pb(state))
+        return then(self._keeper.ask("Keep", request), lambda _: None)
 
     def kept(self) -> list[LoopState]:
-        assert self._loop is not None
-        return self._loop.kept()
+        if self._memory.shared is not None:
+            return self._memory.shared.kept()
+        answer = self._keeper.ask("GetKept", pb.GetKeptRequest(rank=self.rank)).result()
+        return list(map(translate.loop_state_from_pb, answer.states))
 
     @property
     def _keeper(self) -> OwnerLink:
-        """The owner that keeps the states of this rank's loop: the same in each of its lives."""
-        keepers = [link for owner, link in self._links.items() if owner not in self._doors]
+        """The owner that keeps the states of this rank's loop, the same in each of its lives, where the rank has no
+        shared memory: then no owner is succeeded, and no others take over."""
+        keepers = list(self._links.values())
         return keepers[self.rank % len(keepers)]
 
     # ---- notices

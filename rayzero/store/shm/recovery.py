@@ -5,15 +5,15 @@ tiles of n + 1, and the tiles that its threads were writing, which are of neithe
 kernel's undo log. The update can be finished: the decision was recorded before any tile changed, and the ranks'
 gradients stay in their memory until n + 1 is published.
 
-The states of a rank's loop at its latest three steps lie in a slab that the rank writes. An owner maps it, so that it
-outlives the rank, and reads it when the rank is gone.
+The states of a rank's loop at its latest three steps lie in a slab that the rank writes, for its next life, which
+begins on the same host.
 """
 
 from __future__ import annotations
 
 import struct
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -85,23 +85,22 @@ class LoopSlab:
         self.slab.close()
 
 
-def loop_slabs(plan: SharedPlan, who: str, directory: Path, of: Callable[[int], bool]) -> dict[int, list[LoopSlab]]:
-    """The loop slabs on this host of the ranks that ``of`` chooses, by rank, those of earlier lives first. ``who``: the
-    process that maps them, for messages. The caller closes them. Raises HandshakeError if one cannot be read."""
-    found = defaultdict[int, list[LoopSlab]](list)
-    with ExitStack() as mapped:
-        for slab, facts in of_lineage(plan.spec, directory):
-            if facts.role == "loop" and of(facts.index):
-                there = _attached(plan, who, slab.path)
-                if there is not None:
-                    mapped.callback(there.close)
-                    found[facts.index].append(LoopSlab(there))
-        mapped.pop_all()
-    return {rank: sorted(slabs, key=lambda each: each.slab.header.facts.incarnation) for rank, slabs in found.items()}
+def loop_states(plan: SharedPlan, rank: int, directory: Path) -> list[LoopState]:
+    """What the lives of a rank have kept of its loop on this host: the states of the newest ``LOOP_STEPS`` steps, in
+    their order, each part once, as the last life has it. Raises HandshakeError if a slab cannot be read."""
+    found = [(facts, slab.path) for slab, facts in of_lineage(plan.spec, directory)]
+    mine = [(facts.incarnation, path) for facts, path in found if (facts.role, facts.index) == ("loop", rank)]
+    parts: dict[tuple[int, int], LoopState] = {}
+    for _, path in sorted(mine):
+        if (there := _attached(plan, f"rank {rank}", path)) is not None:
+            parts |= {(state.step, state.part): state for state in LoopSlab(there).states()}
+            there.close()
+    oldest = max((step for step, _ in parts), default=0) - LOOP_STEPS
+    return [state for (step, _), state in sorted(parts.items()) if step > oldest]
 
 
 def _attached(plan: SharedPlan, who: str, path: Path) -> Slab | None:
-    """None: its rank's present life has removed it meanwhile, because its own states are newer."""
+    """None: the life that made it has ended meanwhile, and has removed it."""
     try:
         return plan.attach(str(path), who, writable=False)
     except HandshakeError:

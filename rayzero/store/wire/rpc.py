@@ -32,8 +32,6 @@ FOLLOWER_SERVICE = "rayzero.v1.FollowerService"
 
 MAX_MESSAGE_BYTES = 64 << 20  # of any message; a ModelSpec of 10,000 units has about 10 MiB
 
-POLL_MARGIN_S = 2.0  # a long poll is answered this long before its deadline
-
 TOKEN_KEY = "rayzero-token"
 MODEL_KEY = "rayzero-model"
 EPOCH_KEY = "rayzero-epoch"

@@ -56,7 +56,7 @@ def _require_role(service: str, method: str, context: Context) -> None:
         _require_follower(names, method, link_of(metadata))
         return
     caller = caller_of(metadata)
-    of_owners = service == OWNER_SERVICE or (method == "GetKept" and caller is None)  # as the next owner of a rank
+    of_owners = service == OWNER_SERVICE
     if names is not None:
         require_role(names, method, of_owners=of_owners, rank=None if caller is None else caller[0])
     if caller is None and not of_owners:  # a certificate for any rank allows that, and the message may name another one

@@ -17,7 +17,7 @@ from rayzero.errors import HandshakeError, RayZeroError, StoreClosedError, Store
 from rayzero.memory.planner import OwnerPlan, check_shared
 from rayzero.owner.service import ShardService
 from rayzero.owner.shard import OwnedShard
-from rayzero.protocol.messages import LoopState, ModelSpec, Published, Record, SharedPaths, SharedPlace
+from rayzero.protocol.messages import ModelSpec, Published, Record, SharedPaths, SharedPlace
 from rayzero.protocol.ownership import Ownership
 from rayzero.quantities import format_bytes
 from rayzero.slabs.arena import Arena
@@ -26,10 +26,9 @@ from rayzero.slabs.slab import Slab
 from rayzero.slabs.sweep import SHARED_MEMORY, sweep
 from rayzero.store.host.door import Door
 from rayzero.store.owner.memory.next_epoch import ControlSlab, carried, free_moved
-from rayzero.store.owner.memory.slabs import FormerSlabs, OwnerSlabs, former_loops
+from rayzero.store.owner.memory.slabs import FormerSlabs, OwnerSlabs
 from rayzero.store.owner.step_calls import StepCalls
 from rayzero.store.shm.mailbox import Answerer, Asker
-from rayzero.store.shm.recovery import LoopSlab
 from rayzero.store.shm.shard_lines import ShardLines, TotalLines
 from rayzero.store.shm.shared_plan import LATER, SharedPlan, Wanted, life_of
 from rayzero.store.shm.signals import Bell, Listener, host_identity, load_acquire_64, store_release_64
@@ -97,7 +96,6 @@ class SharedOwner:
         self._looking = threading.Lock()  # held while reading what others wrote, so that each message is taken once
         self._failed = False  # a message could not be read
         self._ranks: dict[int, _Rank] = {}
-        self._loops: dict[int, list[LoopSlab]] = {}  # of ranks whose loops this owner keeps. freed by: close()
         self._orders: dict[int, Asker] = {}  # on the lead: its mailbox to each other owner
         self._lead: Answerer | None = None  # where this owner answers the lead
         self._others: list[Slab] = []  # control slabs of other owners
@@ -167,7 +165,6 @@ class SharedOwner:
         if leads(control):
             let_stand(control)  # the owner that had to may have died; no owner is succeeded before
         self._control, self._lines, self._taken_over = control, lines, True
-        self._loops = former_loops(plan, self.owner, self.directory)
         return former
 
     @property
@@ -288,21 +285,6 @@ class SharedOwner:
         assert self._control is not None
         return self._control
 
-    def keep_slab(self, rank: int, path: str) -> None:
-        """Map the slab of a rank's loop, in place of an earlier one: it outlives the rank."""
-        plan = self._plan
-        assert plan is not None
-        mapped = LoopSlab(plan.attach(path, f"optimizer {self.owner}", writable=True))
-        with self._lock:
-            before, self._loops[rank] = self._loops.get(rank, []), [mapped]
-        for each in before:
-            each.close()
-
-    def loop_states(self, rank: int) -> list[LoopState]:
-        """The states in the slab of a rank's loop; none if there is none. Those of later lives come last."""
-        with self._lock:
-            return [state for slab in self._loops.get(rank, []) for state in slab.states()]
-
     # ---- messages
 
     def _publish(self, published: Sequence[Published]) -> None:
@@ -414,9 +396,6 @@ class SharedOwner:
             asker.close(error)
         for rank in list(self._ranks):
             self.leave(rank)
-        for loops in self._loops.values():
-            for loop in loops:
-                loop.close()
         for slab in self._others:
             slab.close()
         if self._prepared is not None:

@@ -18,7 +18,7 @@ from rayzero.protocol.messages import FormerShard, ModelSpec
 from rayzero.slabs.arena import Arena, ArenaPlan, SlabGroup, SlabPiece, plan_arena
 from rayzero.slabs.header import SlabFacts
 from rayzero.slabs.slab import FillProgress, Slab
-from rayzero.store.shm.recovery import LoopSlab, former_ranks, loop_slabs
+from rayzero.store.shm.recovery import former_ranks
 from rayzero.store.shm.shard_lines import LineJournal, ShardLines, TotalLines
 from rayzero.store.shm.shared_plan import RANK, SharedPlan, of_lineage
 from rayzero.store.shm.words import PARAMS, Places, SlabId
@@ -95,13 +95,6 @@ class FormerSlabs:
 def is_control(facts: SlabFacts, epoch: int) -> bool:
     """Whether a slab is an owner's control slab of this epoch."""
     return facts.role == "control" and facts.kernel != RANK and facts.epoch == epoch
-
-
-def former_loops(plan: SharedPlan, owner: int, directory: Path) -> dict[int, list[LoopSlab]]:
-    """The loop slabs of the ranks whose states ``owner`` keeps, by rank, those of earlier lives first; of living ranks,
-    too."""
-    num_owners = plan.shard_map.num_owners
-    return loop_slabs(plan, f"optimizer {owner}", directory, lambda rank: rank % num_owners == owner)
 
 
 class OwnerSlabs(HostMemory):

@@ -170,12 +170,6 @@ class Failure(_message.Message):
     message: str
     def __init__(self, error: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
-class Waiting(_message.Message):
-    __slots__ = ("on",)
-    ON_FIELD_NUMBER: _ClassVar[int]
-    on: str
-    def __init__(self, on: _Optional[str] = ...) -> None: ...
-
 class Process(_message.Message):
     __slots__ = ("kernel", "pid", "started")
     KERNEL_FIELD_NUMBER: _ClassVar[int]
@@ -199,7 +193,7 @@ class GetHostResponse(_message.Message):
     def __init__(self, host: _Optional[str] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("protocol_version", "rank", "spec", "layout_digest", "owner", "num_owners", "host", "process", "lease_s", "history", "lost_before", "spec_digest", "summed")
+    __slots__ = ("protocol_version", "rank", "spec", "layout_digest", "owner", "num_owners", "host", "process", "lease_s", "history", "spec_digest", "summed")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
@@ -210,7 +204,6 @@ class AttachRequest(_message.Message):
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     HISTORY_FIELD_NUMBER: _ClassVar[int]
-    LOST_BEFORE_FIELD_NUMBER: _ClassVar[int]
     SPEC_DIGEST_FIELD_NUMBER: _ClassVar[int]
     SUMMED_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
@@ -223,10 +216,9 @@ class AttachRequest(_message.Message):
     process: Process
     lease_s: float
     history: LeadHistory
-    lost_before: int
     spec_digest: str
     summed: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, protocol_version: _Optional[int] = ..., rank: _Optional[int] = ..., spec: _Optional[bytes] = ..., layout_digest: _Optional[str] = ..., owner: _Optional[int] = ..., num_owners: _Optional[int] = ..., host: _Optional[str] = ..., process: _Optional[_Union[Process, _Mapping]] = ..., lease_s: _Optional[float] = ..., history: _Optional[_Union[LeadHistory, _Mapping]] = ..., lost_before: _Optional[int] = ..., spec_digest: _Optional[str] = ..., summed: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, protocol_version: _Optional[int] = ..., rank: _Optional[int] = ..., spec: _Optional[bytes] = ..., layout_digest: _Optional[str] = ..., owner: _Optional[int] = ..., num_owners: _Optional[int] = ..., host: _Optional[str] = ..., process: _Optional[_Union[Process, _Mapping]] = ..., lease_s: _Optional[float] = ..., history: _Optional[_Union[LeadHistory, _Mapping]] = ..., spec_digest: _Optional[str] = ..., summed: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LeadHistory(_message.Message):
     __slots__ = ("steps", "means", "saved", "begun")
@@ -569,10 +561,8 @@ class WriteRequest(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., write: _Optional[_Union[Write, _Mapping]] = ..., number: _Optional[int] = ..., made: bool = ...) -> None: ...
 
 class WriteResponse(_message.Message):
-    __slots__ = ("waiting",)
-    WAITING_FIELD_NUMBER: _ClassVar[int]
-    waiting: Waiting
-    def __init__(self, waiting: _Optional[_Union[Waiting, _Mapping]] = ...) -> None: ...
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class OverwriteRequest(_message.Message):
     __slots__ = ("number", "write")
@@ -597,14 +587,12 @@ class LoopState(_message.Message):
     def __init__(self, step: _Optional[int] = ..., part: _Optional[int] = ..., content: _Optional[bytes] = ...) -> None: ...
 
 class KeepRequest(_message.Message):
-    __slots__ = ("rank", "state", "slab")
+    __slots__ = ("rank", "state")
     RANK_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
-    SLAB_FIELD_NUMBER: _ClassVar[int]
     rank: int
     state: LoopState
-    slab: str
-    def __init__(self, rank: _Optional[int] = ..., state: _Optional[_Union[LoopState, _Mapping]] = ..., slab: _Optional[str] = ...) -> None: ...
+    def __init__(self, rank: _Optional[int] = ..., state: _Optional[_Union[LoopState, _Mapping]] = ...) -> None: ...
 
 class KeepResponse(_message.Message):
     __slots__ = ()
@@ -645,12 +633,10 @@ class FinishRequest(_message.Message):
     def __init__(self, report: _Optional[_Union[FinishReport, _Mapping]] = ..., inputs: _Optional[_Union[StepInputs, _Mapping]] = ...) -> None: ...
 
 class FinishResponse(_message.Message):
-    __slots__ = ("norm", "waiting")
+    __slots__ = ("norm",)
     NORM_FIELD_NUMBER: _ClassVar[int]
-    WAITING_FIELD_NUMBER: _ClassVar[int]
     norm: Norm
-    waiting: Waiting
-    def __init__(self, norm: _Optional[_Union[Norm, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ...) -> None: ...
+    def __init__(self, norm: _Optional[_Union[Norm, _Mapping]] = ...) -> None: ...
 
 class CommitRequest(_message.Message):
     __slots__ = ("rank", "step", "inputs")
@@ -663,12 +649,10 @@ class CommitRequest(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., step: _Optional[int] = ..., inputs: _Optional[_Union[StepInputs, _Mapping]] = ...) -> None: ...
 
 class CommitResponse(_message.Message):
-    __slots__ = ("decision", "waiting")
+    __slots__ = ("decision",)
     DECISION_FIELD_NUMBER: _ClassVar[int]
-    WAITING_FIELD_NUMBER: _ClassVar[int]
     decision: Decision
-    waiting: Waiting
-    def __init__(self, decision: _Optional[_Union[Decision, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ...) -> None: ...
+    def __init__(self, decision: _Optional[_Union[Decision, _Mapping]] = ...) -> None: ...
 
 class GetDecisionRequest(_message.Message):
     __slots__ = ("step",)
@@ -677,12 +661,10 @@ class GetDecisionRequest(_message.Message):
     def __init__(self, step: _Optional[int] = ...) -> None: ...
 
 class GetDecisionResponse(_message.Message):
-    __slots__ = ("decision", "waiting")
+    __slots__ = ("decision",)
     DECISION_FIELD_NUMBER: _ClassVar[int]
-    WAITING_FIELD_NUMBER: _ClassVar[int]
     decision: Decision
-    waiting: Waiting
-    def __init__(self, decision: _Optional[_Union[Decision, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ...) -> None: ...
+    def __init__(self, decision: _Optional[_Union[Decision, _Mapping]] = ...) -> None: ...
 
 class DiscardRequest(_message.Message):
     __slots__ = ("rank", "step", "attempt")
@@ -695,10 +677,8 @@ class DiscardRequest(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., step: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class DiscardResponse(_message.Message):
-    __slots__ = ("waiting",)
-    WAITING_FIELD_NUMBER: _ClassVar[int]
-    waiting: Waiting
-    def __init__(self, waiting: _Optional[_Union[Waiting, _Mapping]] = ...) -> None: ...
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class SaveRequest(_message.Message):
     __slots__ = ("rank", "step", "directory", "files", "number", "begun")
@@ -717,13 +697,11 @@ class SaveRequest(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., step: _Optional[int] = ..., directory: _Optional[str] = ..., files: _Optional[_Iterable[_Union[FileEntry, _Mapping]]] = ..., number: _Optional[int] = ..., begun: bool = ...) -> None: ...
 
 class BeginSaveResponse(_message.Message):
-    __slots__ = ("waiting",)
-    WAITING_FIELD_NUMBER: _ClassVar[int]
-    waiting: Waiting
-    def __init__(self, waiting: _Optional[_Union[Waiting, _Mapping]] = ...) -> None: ...
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class SaveResponse(_message.Message):
-    __slots__ = ("checkpoint", "waiting")
+    __slots__ = ("checkpoint",)
     class Checkpoint(_message.Message):
         __slots__ = ("path", "step", "digest")
         PATH_FIELD_NUMBER: _ClassVar[int]
@@ -734,10 +712,8 @@ class SaveResponse(_message.Message):
         digest: str
         def __init__(self, path: _Optional[str] = ..., step: _Optional[int] = ..., digest: _Optional[str] = ...) -> None: ...
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
-    WAITING_FIELD_NUMBER: _ClassVar[int]
     checkpoint: SaveResponse.Checkpoint
-    waiting: Waiting
-    def __init__(self, checkpoint: _Optional[_Union[SaveResponse.Checkpoint, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ...) -> None: ...
+    def __init__(self, checkpoint: _Optional[_Union[SaveResponse.Checkpoint, _Mapping]] = ...) -> None: ...
 
 class MeanRequest(_message.Message):
     __slots__ = ("rank", "number", "names", "shape", "values", "weight", "former")
@@ -758,17 +734,15 @@ class MeanRequest(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., number: _Optional[int] = ..., names: _Optional[_Iterable[str]] = ..., shape: _Optional[_Iterable[int]] = ..., values: _Optional[_Iterable[float]] = ..., weight: _Optional[float] = ..., former: bool = ...) -> None: ...
 
 class MeanResponse(_message.Message):
-    __slots__ = ("mean", "waiting")
+    __slots__ = ("mean",)
     class Mean(_message.Message):
         __slots__ = ("values",)
         VALUES_FIELD_NUMBER: _ClassVar[int]
         values: _containers.RepeatedScalarFieldContainer[float]
         def __init__(self, values: _Optional[_Iterable[float]] = ...) -> None: ...
     MEAN_FIELD_NUMBER: _ClassVar[int]
-    WAITING_FIELD_NUMBER: _ClassVar[int]
     mean: MeanResponse.Mean
-    waiting: Waiting
-    def __init__(self, mean: _Optional[_Union[MeanResponse.Mean, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ...) -> None: ...
+    def __init__(self, mean: _Optional[_Union[MeanResponse.Mean, _Mapping]] = ...) -> None: ...
 
 class AskRequest(_message.Message):
     __slots__ = ("method", "questions")
@@ -788,7 +762,7 @@ class AskRequest(_message.Message):
     def __init__(self, method: _Optional[str] = ..., questions: _Optional[_Iterable[_Union[AskRequest.Question, _Mapping]]] = ...) -> None: ...
 
 class AskResponse(_message.Message):
-    __slots__ = ("answers", "waiting")
+    __slots__ = ("answers",)
     class Answer(_message.Message):
         __slots__ = ("questions", "response", "failure")
         QUESTIONS_FIELD_NUMBER: _ClassVar[int]
@@ -799,10 +773,8 @@ class AskResponse(_message.Message):
         failure: Failure
         def __init__(self, questions: _Optional[_Iterable[int]] = ..., response: _Optional[bytes] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
     ANSWERS_FIELD_NUMBER: _ClassVar[int]
-    WAITING_FIELD_NUMBER: _ClassVar[int]
     answers: _containers.RepeatedCompositeFieldContainer[AskResponse.Answer]
-    waiting: Waiting
-    def __init__(self, answers: _Optional[_Iterable[_Union[AskResponse.Answer, _Mapping]]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ...) -> None: ...
+    def __init__(self, answers: _Optional[_Iterable[_Union[AskResponse.Answer, _Mapping]]] = ...) -> None: ...
 
 class OpenTensorStreamRequest(_message.Message):
     __slots__ = ("rank", "owner", "host")

@@ -1,5 +1,5 @@
-"""Lets calls to an owner's server wait on the event loop without a thread, repeated until there is an answer,
-and gives ranks' questions that their door asks in one call an answer each."""
+"""Lets calls to an owner's server wait on the event loop without a thread, however often they are repeated, and gives
+ranks' questions that their door asks in one call an answer each."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ _Key = tuple[str, int, bytes]  # of a call: its method, and the size and digest 
 
 
 class Repeats:
-    """The calls that wait for other ranks, by method and request: a repeat (a long poll, a retry) is the same call.
+    """The calls that wait for other ranks, by method and request: a repeat is the same call.
 
     Knows a rank's latest calls; not what they do."""
 
