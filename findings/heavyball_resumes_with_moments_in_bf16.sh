@@ -8,8 +8,8 @@
 #   round the moments to bf16, for the rest of the run and in its checkpoints, and the group still says float32. bf16 resolves
 #   0.4 to 0.8 %, and a step with beta2=0.999 changes the second moment by 0.1 %, so it is 3 % off after 400 steps, as is the
 #   slow moment of AdEMAMix; without the resume, both have the bits of a run with fp32 weights. SOAP, Muon and PSGD
-#   are resumed like that, too. With fp32 weights a resumed run has the bits of the other one, so a test of resuming with those
-#   finds nothing.
+#   are resumed like that, too. With fp32 weights a resumed run of the three classes here has the bits of the other one, so a test of
+#   resuming with those finds nothing.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

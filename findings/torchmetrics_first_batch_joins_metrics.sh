@@ -9,8 +9,9 @@
 #   a threshold of 0.9 that at 0.5; a first batch without the ignored label makes an accuracy with ignore_index one without.
 #   reset() keeps the groups, so a check of two batches before training (Lightning's, for example) decides for all epochs
 #   of the run. The small batch and the confident model are the likely ones. Which number is wrong depends on the order of
-#   names. forward() before any update() does not group, and compute_groups=False is right. (That an own metric class is
-#   joined so has been reported; these are the package's own, with arguments that it could compare.)
+#   names. forward() before any update() does not group, and compute_groups=False is right. (That users' own
+#   classes, BLEUScore and MinMaxMetric are joined so has been reported, #2596, #2916 and #1890; these are of one class, with
+#   arguments that it could compare.)
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
