@@ -7,14 +7,16 @@
     ...                                                                   # backward, clip_grad_norm_, step as before
 
 [Note: Accelerate's world] Accelerate must see the world that the rank context says. It learns the rank's place, and
-that there are no collectives: loaders give each rank its part, and only rank 0 is the main process. After ``prepare``,
-gather and reduce exchange small tensors through the lead (several_ranks.py); larger ones, objects, and what is called
-before, are refused by name. If the user made a torch.distributed group of the same ranks, Accelerate uses it for those
-calls; gradients and weights never go through it.
+that there are no collectives: loaders give each rank its part, shuffled by a seed and the epoch's number, and only rank
+0 is the main process. Accelerate counts an epoch once its loader is exhausted: a loop that leaves one early calls
+``loader.set_epoch(epoch)``, or it sees the same samples again (findings/accelerate_epoch_left_early_comes_again.sh).
+After ``prepare``, gather and reduce exchange small tensors through the lead (several_ranks.py); larger ones, objects,
+and what is called before, are refused by name. If the user made a torch.distributed group of the same ranks, Accelerate
+uses it for those calls; gradients and weights never go through it.
 
 [Note: Accelerate's checkpoints] ``save_state(directory)`` writes ``directory/rayzero``, a checkpoint like those of
 ``rayzero.save_checkpoint``, instead of ``model.safetensors`` and ``optimizer.bin``: no process gathers the model.
-Accelerate writes schedulers, samplers, random states and registered objects into its own files beside it.
+Accelerate writes schedulers, random states and registered objects into its own files beside it.
 ``load_state`` reads both into the prepared objects; it also reads what a plain ``Accelerator`` wrote.
 
 [Note: a rank that dies] The loop is the user's, so it says itself what it needs: ``rayzero.track(scheduler=scheduler)``
