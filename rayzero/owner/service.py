@@ -366,6 +366,13 @@ class ShardService:
         if excess is not None:
             self.abort(excess)
 
+    def lost_before(self, rank: int, step: int) -> None:
+        """``rank`` has died, and what it pushed of steps before ``step`` is nowhere but here. If a decision that is to
+        be redone counts more than that, the open step fails with StateLostError."""
+        lost = self._attached().contributions.lost_before(rank, step)
+        if lost is not None:
+            self.abort(lost)
+
     def observe(self, rank: int, unit: int, pushed: Pushed, scattered: ScatteredUnit | None = None) -> None:
         """``rank`` announces what it has of a unit in its own memory, which stays there until the unit's next version
         is published; or ``scattered``, which this owner keeps until then. A later announcement replaces an earlier one;

@@ -16,6 +16,7 @@ from rayzero.checkpoint.tensor_file import as_bytes
 from rayzero.errors import (
     MemoryPlanError,
     RankLeftError,
+    StateLostError,
     StepMismatchError,
     StoreClosedError,
     StoreError,
@@ -208,6 +209,31 @@ def test_a_recorded_decision_is_redone_once_its_counted_pushes_are_there_again()
         owner.service.redo(record).result(WAIT)  # it was applied: nothing happens
         assert all(map(torch.equal, owner.read_all(1), expected))
         assert owner.service.decided_steps == 1
+
+
+@pytest.mark.parametrize("told_first", [True, False])
+def test_a_step_whose_counted_pushes_have_died_with_their_rank_ends_by_name(told_first: bool) -> None:
+    spec = make_spec(2)
+    with owner_of(spec) as owner:
+        record = Record(decision=owner.decision(), reports=owner.reports(), norm=Norm(step=0, total=1.0, finite=True))
+        owner.push(0, random_grads(spec, 0))
+        if told_first:
+            owner.service.lost_before(1, 1)
+        redone = owner.service.redo(record)
+        if not told_first:
+            owner.service.lost_before(1, 1)
+        with pytest.raises(StateLostError, match=r"before it had applied step 0, and so have ranks \[1\]"):
+            redone.result(WAIT)
+
+
+def test_what_a_rank_has_lost_is_not_missed_where_it_is_there() -> None:
+    spec = make_spec(2)
+    with owner_of(spec) as owner:
+        owner.push(0, random_grads(spec, 0))
+        owner.push(1, random_grads(spec, 1))
+        owner.service.lost_before(1, 1)
+        record = Record(decision=owner.decision(), reports=owner.reports(), norm=Norm(step=0, total=1.0, finite=True))
+        owner.service.redo(record).result(WAIT)
 
 
 def test_an_owner_has_settled_once_it_has_its_first_values_and_has_published_what_is_decided() -> None:

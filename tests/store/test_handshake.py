@@ -88,10 +88,12 @@ def test_only_the_lead_gets_the_history_with_another_lead() -> None:
 def test_a_successor_is_asked_what_its_predecessor_was_with_a_history() -> None:
     owner, successor = Owner(0, answer()), Owner(0, answer(), knows_spec=False)
     handshake = shaken(owner)
+    handshake.admit_loss([0], before=4)
     history = pb.LeadHistory(steps=[pb.LeadHistory.Step(step=5)])
     meet(handshake, 0, successor, history)
     expected = pb.AttachRequest()
     expected.CopyFrom(owner.asked[-1][1])
+    assert expected.lost_before == 4
     expected.history.CopyFrom(history)
     assert successor.asked[0] == ("Attach", expected)
     assert successor.asked[1][1].spec

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
 
-from rayzero.errors import EpochOverError, StoreClosedError
+from rayzero.errors import EpochOverError, MemoryPlanError, StoreClosedError
 from rayzero.protocol.messages import Contribution, SharedPaths
 from rayzero.store.host.waits import PublishBoard
 from rayzero.store.owner.hosted import HostedModels
@@ -138,6 +138,23 @@ def test_what_a_rank_has_depends_on_its_neighbours(
         assert whole == shown(here)
 
 
+def test_where_no_owner_is_and_no_room_a_rank_keeps_what_it_pushes_in_memory_of_its_own(
+    make: Make, stack: ExitStack, slab_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    offers = {0: owner_of(stack, slab_dir, 0)}
+    full = MemoryPlanError("/dev/shm is too small")
+    monkeypatch.setattr("rayzero.store.rank.shared_memory.check_shared", lambda *_: raised(full))
+    memory = joined(make(), {})
+    assert (memory.shared, memory.gradients is not None, memory.left(PLAN, 4)) == (None, True, None)
+    assert "rank 0 keeps what it pushes in memory that dies with it: /dev/shm is too small" in caplog.text
+    with pytest.raises(MemoryPlanError, match="/dev/shm is too small"):
+        joined(make(), offers)
+
+
+def raised(error: Exception) -> NoReturn:
+    raise error
+
+
 def shown(here: Sequence[int]) -> set[int]:
     """The units all of whose shards owners of the host have."""
     away = {shard.unit for owner in range(OWNERS) if owner not in here for shard in PLAN.shards_of(owner)}
@@ -197,6 +214,10 @@ def test_a_rank_finds_what_its_former_life_has_pushed(
     died(before)
     now = joined(make(life=1, keeps_pushed=keeps_pushed), offers)
     left = now.left(PLAN, step)
+    if left is None:
+        assert keeps_pushed, "nobody needs what it does not keep"
+        assert not is_left
+        return
     assert [(unit, pushed.step) for unit, pushed in left.pushed] == [(unit.index, 4) for unit in UNITS] * is_left
     for unit, pushed in left.pushed:
         values = left.memory.at(unit, pushed.place)
@@ -210,11 +231,12 @@ def test_what_is_part_of_sums_is_not_sent_again(make: Make, stack: ExitStack, sl
     before = joined(make(host_push="always"), offers)
     push(before, 4)
     died(before)
-    now = joined(make(life=1, host_push="always"), offers)
-    assert now.left(PLAN, 4).pushed == ()
+    left = joined(make(life=1, host_push="always"), offers).left(PLAN, 4)
+    assert left is not None
+    assert left.pushed == ()
 
 
 def test_a_rank_that_shares_nothing_has_left_nothing(make: Make) -> None:
-    assert joined(make(directory=None), {}).left(PLAN, 0).pushed == ()
+    assert joined(make(directory=None), {}).left(PLAN, 0) is None
     assert make(directory=None).identity == ""
     assert make().identity == make(1).identity != ""

@@ -60,6 +60,7 @@ class Contributions:
         self._to_be_read = dict.fromkeys(self._shards, 0)  # decisions that have not read a shard's gradients yet
         self._waiting: dict[int, list[_Reservation]] = {}  # by rank
         self._former: set[int] = set()  # dead ranks whose memory is read where they have left it
+        self._lost: dict[int, int] = {}  # ranks that have died -> the step before which nothing comes from them again
         self._back: dict[int, tuple[int, RankGradients]] = {}  # ranks that come back -> their step, their new memory
         counts = (spec.accumulation_steps,) * len(spec.layout.units)
         self._expected = dict.fromkeys(range(spec.world_size), counts)  # pushes by rank and unit: only a hint
@@ -149,6 +150,22 @@ class Contributions:
         self._former.add(rank)
         for unit, each in left.pushed:
             self.observe(rank, unit, each)
+
+    def lost_before(self, rank: int, step: int) -> StateLostError | None:
+        """See ``ShardService.lost_before``. Returns the error that fails the step."""
+        with self._step.lock:
+            self._lost[rank] = step
+            return None if self._step.collection is None else self._never_complete(self._step.collection)
+
+    def _never_complete(self, collection: Collection) -> StateLostError | None:
+        """Why counted pushes will never be there; None: they may be."""
+        gone = [rank for rank in collection.missing_ranks if collection.step < self._lost.get(rank, 0)]
+        if not gone:
+            return None
+        return StateLostError(
+            f"{self._who} has died before it had applied step {collection.step}, and so have ranks {gone}, which had "
+            "pushed to it over gRPC and kept that in no memory that outlives them: resume from the newest checkpoint"
+        )
 
     def _take_back(self) -> None:
         """Read the new memory of ranks that have come back, once the decisions that count their old memory are here."""
@@ -336,6 +353,8 @@ class Contributions:
             if old is not None and old.reports == new.reports:
                 return old.future
             new.begin(self._shards, self._step.ranks, self.sums.is_made)
+            if (lost := self._never_complete(new)) is not None:
+                raise lost
             self._expected = {rank: report.counts for rank, report in new.reports.items()}
             self._step.collection = new
             if self._deciding is nothing:

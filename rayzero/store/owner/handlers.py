@@ -82,6 +82,8 @@ class RankCalls:
                 summed=tuple(request.summed),
             )
         )
+        if request.lost_before:
+            service.lost_before(request.rank, request.lost_before)
         self._model.take_spec(spec)
         history = translate.history_from_pb(request.history) if request.HasField("history") else None
         step = 0

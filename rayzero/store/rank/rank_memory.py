@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from rayzero.config.zero import HostPush
-from rayzero.errors import RayZeroError, UnsupportedError
+from rayzero.errors import MemoryPlanError, RayZeroError, UnsupportedError
 from rayzero.kernels.rank_sum import summed_with
 from rayzero.protocol.gradient_sum import NOTHING_LEFT, FormerRank
 from rayzero.protocol.messages import SharedPaths
@@ -120,15 +120,21 @@ class RankMemory:
     ) -> None:
         """Map what owners of this host offer. ``away``: the owners of other hosts. ``page_lock``: see
         ``ParameterStore.attach``. Raises HandshakeError if an offer is not from this run, MemoryPlanError if there is
-        no room."""
+        no room; without an owner here, memory of its own will do for what is kept."""
         if self._directory is None or not (offers or self._keeps_pushed):
             return
         pooled = not away
         if page_lock is not None and (doubt := doubt_of_locks(plan, list(offers), pooled=pooled)) is not None:
             log.warning("rank %d: %s", self._rank, doubt)
-        self.shared = SharedRank(
-            self._rank, plan, self._directory, life=self._life, key=self._key, page_lock=page_lock, pooled=pooled
-        )
+        try:
+            self.shared = SharedRank(
+                self._rank, plan, self._directory, life=self._life, key=self._key, page_lock=page_lock, pooled=pooled
+            )
+        except MemoryPlanError as why:
+            if offers:
+                raise
+            log.warning("rank %d keeps what it pushes in memory that dies with it: %s", self._rank, why)
+            return
         self.shared.meet(offers)
         self.shares = bool(offers)
 
@@ -187,12 +193,15 @@ class RankMemory:
 
     # ---- a former life
 
-    def left(self, plan: SharedPlan, step: int) -> FormerRank:
+    def left(self, plan: SharedPlan, step: int) -> FormerRank | None:
         """What this rank's former life had pushed of ``step``, the last decided one, and owners on other hosts may need
-        again. Of what is part of sums, there is nothing to send: the door of this host makes them again."""
-        if self.shared is None or self.summed or not self._keeps_pushed:
+        again; None: nothing of it is here. Of what is part of sums, there is nothing to send: the door of this host
+        makes them again."""
+        if self.summed or not self._keeps_pushed:
             return NOTHING_LEFT
-        return former_ranks(plan, f"rank {self._rank}", self.shared.directory, step).get(self._rank, NOTHING_LEFT)
+        if self.shared is None:
+            return None
+        return former_ranks(plan, f"rank {self._rank}", self.shared.directory, step).get(self._rank)
 
     # ---- the end
 

@@ -7,7 +7,7 @@ predecessor had: the same files of shared memory, and values that are loaded. If
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 
 from rayzero.concurrency.futures import chain
@@ -165,6 +165,14 @@ class Handshake:
     def door(self) -> OwnerLink:
         """The link to the door of this host."""
         return self._links[min(self._sharing)]
+
+    def admit_loss(self, owners: Iterable[int], before: int) -> None:
+        """Tell owners that this rank has nothing any more of what it pushed of steps before ``before``; blocks."""
+        assert self._asked is not None
+        self._asked.lost_before = before
+        links = [self._links[owner] for owner in owners]
+        asked = {link: self._ask(link, _to_owner(self._asked, link.owner)) for link in links}
+        answers_of(asked, self._deadline_s)
 
     # ---- successors
 

@@ -220,7 +220,7 @@ class RemoteConnection(ChangingConnection, LinkUser):
         link, shared = self._links[plan.shard_map.owner(0)], self._memory.shared
         self._lead = RemoteLead(link, self._door(plan), shared, self._watch, self.epochs)  # freed by: free()
         step = self._open_step(plan) if self._terms.life else None
-        former = NOTHING_LEFT if step is None else self._memory.left(plan, step - 1)
+        former = NOTHING_LEFT if step is None else self._former(plan, step)
         self._repeats, self._plan = self._repeated(plan, former), plan
         if shared is not None:
             shared.back_at = step
@@ -367,6 +367,14 @@ class RemoteConnection(ChangingConnection, LinkUser):
             self.stall_timeout,
             former,
         )
+
+    def _former(self, plan: SharedPlan, step: int) -> FormerRank:
+        """What this rank had pushed of the last decided step before it died: an owner elsewhere that has died too may
+        not have applied it. If nothing is left, those owners are told. ``step``: the open one."""
+        left = self._memory.left(plan, step - 1)
+        if left is None:
+            self._handshake.admit_loss(self._ways.senders, before=step)
+        return NOTHING_LEFT if left is None else left
 
     def _push_again(self) -> None:
         """Send again what owners on other hosts may lack; blocks."""

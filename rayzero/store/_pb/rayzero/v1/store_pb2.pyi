@@ -193,7 +193,7 @@ class GetHostResponse(_message.Message):
     def __init__(self, host: _Optional[str] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("protocol_version", "rank", "spec", "layout_digest", "owner", "num_owners", "host", "process", "lease_s", "history", "spec_digest", "summed")
+    __slots__ = ("protocol_version", "rank", "spec", "layout_digest", "owner", "num_owners", "host", "process", "lease_s", "history", "lost_before", "spec_digest", "summed")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
@@ -204,6 +204,7 @@ class AttachRequest(_message.Message):
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     HISTORY_FIELD_NUMBER: _ClassVar[int]
+    LOST_BEFORE_FIELD_NUMBER: _ClassVar[int]
     SPEC_DIGEST_FIELD_NUMBER: _ClassVar[int]
     SUMMED_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
@@ -216,9 +217,10 @@ class AttachRequest(_message.Message):
     process: Process
     lease_s: float
     history: LeadHistory
+    lost_before: int
     spec_digest: str
     summed: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, protocol_version: _Optional[int] = ..., rank: _Optional[int] = ..., spec: _Optional[bytes] = ..., layout_digest: _Optional[str] = ..., owner: _Optional[int] = ..., num_owners: _Optional[int] = ..., host: _Optional[str] = ..., process: _Optional[_Union[Process, _Mapping]] = ..., lease_s: _Optional[float] = ..., history: _Optional[_Union[LeadHistory, _Mapping]] = ..., spec_digest: _Optional[str] = ..., summed: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, protocol_version: _Optional[int] = ..., rank: _Optional[int] = ..., spec: _Optional[bytes] = ..., layout_digest: _Optional[str] = ..., owner: _Optional[int] = ..., num_owners: _Optional[int] = ..., host: _Optional[str] = ..., process: _Optional[_Union[Process, _Mapping]] = ..., lease_s: _Optional[float] = ..., history: _Optional[_Union[LeadHistory, _Mapping]] = ..., lost_before: _Optional[int] = ..., spec_digest: _Optional[str] = ..., summed: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LeadHistory(_message.Message):
     __slots__ = ("steps", "means", "saved", "begun")
