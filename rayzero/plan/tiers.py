@@ -113,12 +113,10 @@ class HostBytes:
     programs: int  # of its processes, without the run's data
     coordinator: bool  # whether the run's coordinator is here
     waiting: int = 0  # of ``compute``: gradients, where copies are slower than the backward
-    kept: int = 0  # its ranks' gradients for owners on other hosts, whose successors would need them
+    kept: int = 0  # its ranks' gradients for owners on other hosts; ``shared`` includes them
     beside: int = 0  # owners beside its ranks (offload_fraction < 1); owner_bytes includes their bytes here
     doors: int = 0  # 1: an optimizer actor without shards, for its ranks, which have no other owner
     copied: int = 0  # parameters of owners on other hosts, once for its ranks; ``shared`` includes them
-    summed: int = 0  # of ``shared``: ``kept``, where it leaves the host as one sum of its ranks (host_push)
-    needs_summed: bool = False  # without room for it the run is refused, not planned otherwise
 
     @property
     def _beside(self) -> str:
@@ -136,13 +134,8 @@ class HostBytes:
 
     @property
     def optional(self) -> int:
-        """Of the sum: what the run does without where there is no room."""
+        """Of the sum, and of ``shared``: what the run does without where there is no room."""
         return self.copied
-
-    @property
-    def optional_shared(self) -> int:
-        """Of ``shared``: what the run does without, or has elsewhere, where there is no room."""
-        return self.optional + (0 if self.needs_summed else self.summed)
 
     def describe(self) -> str:
         """The sum, term by term, for people."""
@@ -191,13 +184,12 @@ def plan_bytes(
     splits: bool,
     programs: Programs,
     measures_norms: bool = False,
-    outlives_owners: bool = False,
     update_work: Sequence[int] | None = None,
     products: Collection[int] = (),
 ) -> RunBytes:
     """Sum up a run on these hosts. state_bytes, splits: see ``plan_owner``. update_work: by which shards are
     balanced, see protocol/products.py. products: shards whose matrices ranks multiply. measures_norms: owners measure
-    norms by layer group. outlives_owners: an owner that dies gets a successor. The coordinator is on the first host."""
+    norms by layer group. The coordinator is on the first host."""
     ranks = hosts_of_ranks(scaling, hosts)
     beside = device_owners(scaling.num_workers, zero.host_fraction)
     owners = hosts_of_owners(zero, scaling, hosts) + ranks[:beside]
@@ -252,16 +244,14 @@ def plan_bytes(
     )
     adds = adds_up(scaling.num_workers, accumulation)
     kept = {host.host: host.ranks * _kept(layout, shards, plans_of[host.host], zero, adds=adds) for host in each}
-    each = tuple(replace(host, kept=kept[host.host]) if outlives_owners or summed[host.host] else host for host in each)
+    leaving = AT_ONCE * FP32 * _most_elements(layout)  # sums on their way, of each group
     each = tuple(
         replace(
             host,
-            shared=host.shared + host.kept,
-            summed=host.kept,
-            staging=host.staging + len(summed[host.host]) * AT_ONCE * FP32 * _most_elements(layout),
+            kept=kept[host.host],
+            shared=host.shared + kept[host.host],
+            staging=host.staging + (len(summed[host.host]) * leaving if kept[host.host] else 0),
         )
-        if summed[host.host] and host.kept
-        else host
         for host in each
     )
     return RunBytes(device=device, owners=plans, hosts=each)
@@ -278,9 +268,11 @@ def _copied(
 
 
 def _kept(layout: ModelLayout, shard_map: ShardMap, here: Sequence[OwnerPlan], zero: ZeroConfig, *, adds: bool) -> int:
-    """One rank's gradients for owners that do not read them in its memory. ``here``: those on its host. ``adds``: a
-    single rank adds them up."""
-    ours = {shard for plan in here for shard in shard_map.shards_of(plan.owner)} if shares_memory(zero) else set()
+    """One rank's gradients that lie in memory it shares, but are for owners on other hosts. ``here``: the owners on its
+    host. ``adds``: a single rank adds them up."""
+    if not shares_memory(zero):
+        return 0
+    ours = {shard for plan in here for shard in shard_map.shards_of(plan.owner)}
     sent = [shard for shard in layout.shards if shard.index not in ours and layout.units[shard.unit].trainable]
     return sum(shard.numel * gradient_dtype(layout.units[shard.unit], adds).itemsize for shard in sent)
 
@@ -403,7 +395,6 @@ def _host_bytes(
         beside=len(own) - actors,
         doors=doors,
         copied=copied,
-        needs_summed=zero.host_push == "always",
         programs=programs.of_host(num_ranks, actors + doors, coordinators=host == 0),
         coordinator=host == 0,
     )
@@ -454,7 +445,7 @@ def check_fits(run: RunBytes, hardware: Hardware) -> None:
                 f"host {host.host} needs {host.describe()}, but has {format_bytes(hardware.host_bytes)}; use more "
                 f"hosts, fewer ranks on each, or precision='bf16'"
             )
-        if host.shared - host.optional_shared > hardware.shm_bytes:
+        if host.shared - host.optional > hardware.shm_bytes:
             raise MemoryPlanError(
                 f"host {host.host} needs {format_bytes(host.shared)} of shared memory, but zero.slab_dir has room "
                 f"for {format_bytes(hardware.shm_bytes)}; set slab_dir to a directory with more room, "

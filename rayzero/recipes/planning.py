@@ -23,7 +23,7 @@ from rayzero.layout.model_layout import ModelLayout, Shard
 from rayzero.memory.process_memory import ProcessMemory, process_memory
 from rayzero.plan.bound import StepBound, StepTraffic, bound_step, step_traffic
 from rayzero.plan.hardware import Hardware, Hosts, measure_here
-from rayzero.plan.tiers import Programs, RunBytes, plan_bytes, shares_memory
+from rayzero.plan.tiers import Programs, RunBytes, plan_bytes
 from rayzero.plan.work import Offload, Work, measure_work
 from rayzero.protocol.products import product_work, shard_work
 from rayzero.recipes.lm import block_matrices, next_token_loss, optimizers
@@ -198,7 +198,6 @@ def recipe_bytes(work: RecipeWork, hosts: Hosts) -> RunBytes:
         products=[shard for shard, operations in enumerate(work.product_work) if operations],
         programs=work.programs,
         measures_norms=telemetry.enabled and telemetry.norms_every is not None,
-        outlives_owners=recipe.run.max_failures > 0 and shares_memory(recipe.zero_config),
     )
 
 

@@ -187,30 +187,20 @@ def test_what_does_not_fit_is_refused_with_the_sum_and_the_setting() -> None:
         check_fits(run, replace(GPU_HOSTS, shm_bytes=64 << 10))
 
 
-def test_ranks_keep_gradients_for_owners_elsewhere_where_owners_are_replaced() -> None:
-    """Two bytes a trained element with bf16, with accumulation, too; none for owners that read a rank's memory."""
-    layout, scaling = four_layers(), ScalingConfig(num_workers=2, num_optimizers=2)
-    trained = sum(unit.numel for unit in layout.units if unit.trainable)
-
-    def kept(**fields: Any) -> int:
-        zero = BF16.replace(**fields)
-        run = plan_bytes(
-            layout,
-            WORK,
-            zero,
-            scaling,
-            CPU_HOST.hosts,
-            state_bytes=8,
-            splits=False,
-            programs=NOTHING,
-            outlives_owners=True,
-        )
-        assert run.hosts[0].of_ranks >= run.hosts[0].kept
-        return run.hosts[0].kept
-
-    assert kept(transport="grpc") == 2 * 2 * trained
-    assert kept(transport="grpc", gradient_accumulation_steps=2) == 2 * 2 * trained
-    assert kept() == 0
+@pytest.mark.parametrize("settings", [{}, {"gradient_accumulation_steps": 2}, {"host_push": "never"}])
+def test_gradients_for_owners_elsewhere_are_in_memory_that_ranks_share(settings: dict[str, Any]) -> None:
+    """Two bytes a trained element with bf16, however they leave; none for owners that read a rank's memory."""
+    trained = sum(unit.numel for unit in four_layers().units if unit.trainable)
+    four = ScalingConfig(num_workers=4, num_optimizers=2, use_gpu=True)
+    run = planned(over("auto", placement="packed", **settings), four, GPU_HOSTS)
+    assert [host.kept for host in run.hosts] == [2 * 2 * trained, 0], "one host has no owner, the other has both"
+    assert run.hosts[0].shared == run.hosts[0].kept + run.hosts[0].copied
+    assert run.hosts[0].of_ranks >= run.hosts[0].kept
+    check_fits(run, replace(GPU_HOSTS, shm_bytes=max(host.shared for host in run.hosts)))
+    alone = planned(over("grpc", placement="packed", **settings), four, GPU_HOSTS)
+    assert [(host.kept, host.shared) for host in alone.hosts] == [(0, 0), (0, 0)]
+    here = planned(over("auto", **settings), ScalingConfig(num_workers=2, num_optimizers=2), CPU_HOST)
+    assert [host.kept for host in here.hosts] == [0]
 
 
 def test_parameters_of_other_hosts_count_once_for_the_ranks_of_a_host() -> None:
@@ -240,20 +230,16 @@ def test_without_room_for_a_copy_the_run_goes_on_without_it() -> None:
         check_fits(run, replace(GPU_HOSTS, shm_bytes=most - 2 * UNIT - 1))
 
 
-def test_ranks_whose_gradients_leave_their_host_in_sums_keep_them_in_shared_memory() -> None:
+def test_sums_of_gradients_that_leave_a_host_are_staged_there() -> None:
     """Ranks 0 and 1 are on the first host. Ranks 2 and 3 come behind them in their group, so each pushes its own."""
     four = ScalingConfig(num_workers=4, num_optimizers=2, use_gpu=True)
     packed, fp32 = ZeroConfig(placement="packed", gradient_accumulation_steps=2), torch.float32
     once, each = (planned(packed.replace(host_push=how), four, GPU_HOSTS, dtype=fp32) for how in ("auto", "never"))
-    trained = sum(unit.numel for unit in four_layers().units if unit.trainable)
     assert [owner.gradients for owner in once.owners] == [owner.gradients for owner in each.owners]
-    assert [host.summed for host in once.hosts] == [2 * 4 * trained, 0]
-    assert once.hosts[0].shared - each.hosts[0].shared == once.hosts[0].kept == 2 * 4 * trained
     sums = [a.staging - b.staging for a, b in zip(once.hosts, each.hosts, strict=True)]
     assert sums == [2 * 4 * 64 * 64, 0], "the door adds one up while the one before leaves"
-    check_fits(once, replace(GPU_HOSTS, shm_bytes=max(host.shared - host.summed for host in once.hosts)))
-    bf16 = planned(packed, four, GPU_HOSTS)
-    assert not any(host.summed for host in bf16.hosts), "two ranks push as many bytes"
+    bf16 = [planned(packed.replace(host_push=how), four, GPU_HOSTS).hosts[0].staging for how in ("auto", "never")]
+    assert bf16[0] == bf16[1], "two ranks push as many bytes"
 
 
 def over(transport: str, **settings: Any) -> ZeroConfig:
