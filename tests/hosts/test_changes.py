@@ -136,7 +136,7 @@ def members_alive(host: Host) -> list[str]:
 def test_a_cable_that_stays_cut_ends_the_run_with_the_name_of_who_is_awaited(tmp_path: Path) -> None:
     with two_hosts_with_ray() as made:
         a, b, address = made.a, made.b, made.address
-        training = train(a, tmp_path, address, "zero.stall_timeout=10", steps=ENDLESS)
+        training = train(a, tmp_path, address, "zero.stall_timeout=6", steps=ENDLESS)
         training.until(10)
         a.cable(b).cut()
         said = training.driver.communicate(timeout=LONG_S)[0]

@@ -1,7 +1,9 @@
-"""scripts/tools installs what is missing, each by itself, and leaves apt in order; scripts/train asks for none."""
+"""scripts/tools installs what is missing, each by itself, and leaves apt in order; scripts/train asks for none; two
+scripts/vllm at once work once."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from collections.abc import Iterable
@@ -100,3 +102,24 @@ def test_only_scripts_test_asks_for_them() -> None:
     users = {path.name for path in (ROOT / "scripts").iterdir() if "scripts/tools\n" in path.read_text()}
     assert users == {"test"}
     assert "apt-get" not in (ROOT / "scripts" / "setup").read_text()
+
+
+def test_two_that_make_the_environment_of_vllm_at_once_make_it_once(tmp_path: Path) -> None:
+    """Parts of the tests that run side by side both need it."""
+    for folder in ("scripts", "bin", "rayzero/kernels/native"):
+        (tmp_path / folder).mkdir(parents=True)
+    for name in ("pyproject.toml", "hatch_build.py", "rayzero/kernels/native/adam.c"):
+        (tmp_path / name).touch()
+    script = shutil.copy(ROOT / "scripts" / "vllm", tmp_path / "scripts")
+    installs = '#!/usr/bin/env bash\ncase $* in *" install "*) echo begin; sleep 0.2; echo end;; esac >> calls\n'
+    makes = f"mkdir -p $3/bin; cp {tmp_path}/python $3/bin/python"
+    for program, does in (
+        (tmp_path / "python", installs),
+        (tmp_path / "bin/python3.11", f"#!/usr/bin/env bash\n{makes}\n"),
+    ):
+        program.write_text(does)
+        program.chmod(0o755)
+    path = f"{tmp_path}/bin:{os.environ['PATH']}"
+    both = [subprocess.Popen([script], env={"PATH": path}, stdout=subprocess.DEVNULL) for _ in range(2)]
+    assert [each.wait(60) for each in both] == [0, 0]
+    assert (tmp_path / "calls").read_text().split() == ["begin", "end"]
