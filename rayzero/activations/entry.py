@@ -213,7 +213,7 @@ def check_version(probe: Tensor, expected: int, shown: object) -> None:
 class Resident:
     """The device bytes of an entry on its way out; ``bytes`` is None once the device memory may be freed.
 
-    Its copy may clear it in any thread, so read ``bytes`` once into a local. The ledger hears of it once."""
+    Its copy may clear it in any thread, so read ``bytes`` once into a local. Its bytes leave the ledger once."""
 
     __slots__ = ("_held", "_ledger", "_lock", "bytes")
 

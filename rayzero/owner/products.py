@@ -52,9 +52,8 @@ class ShardProducts:
         self._coming = deque[tuple[int, ShardWork]]()  # of the step that is applied, in forward order
         self._ahead = 0  # shards that ranks have, or that wait for their update
         self._exchanges: dict[tuple[int, int], _Exchange] = {}  # by shard and version. freed by: _end()
-        self._over = dict.fromkeys(
-            self._matrices, model.version
-        )  # by shard, the last version that nothing comes of any more
+        # by shard, the last version that nothing comes of any more
+        self._over = dict.fromkeys(self._matrices, model.version)
         self._present = set[int]()  # ranks that are waited for
         self._closed = False
 

@@ -81,8 +81,8 @@ class SharedRank:
         so each unit has a place of its own. Raises MemoryPlanError if there is no room."""
         self.rank, self._plan, self._page_lock, self.directory = rank, plan, page_lock, directory
         self._loop: LoopSlab | None = None  # made at the first keep
-        self.back_at: int | None = None  # the step with which this life has come back, while its former lives' memory
-        # is here
+        # the step with which this life has come back, while the memory of former lives is here
+        self.back_at: int | None = None
         self._locks: list[PageLock] = []
         gradients, self._incarnation = plan.gradients(), rank_incarnation(life)
         self.pooled = pooled and POOL in gradients.places
