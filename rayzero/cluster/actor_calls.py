@@ -121,12 +121,13 @@ def _detail(text: str) -> str:
 # ---- the coordinator ------------------------------------------------------------------------------------------------
 
 
+_CALLS = 100  # to the coordinator at a time, besides those of the ranks' reports
 _LOOK_S = 0.2  # between two looks whether a dead driver's run has left the cluster
 
 
-def make_coordinator(run: str, log: MetricsLog | None, restarts: int) -> Any:
+def make_coordinator(run: str, log: MetricsLog | None, restarts: int, ranks: int) -> Any:
     """Create the actor, on the driver's node, which is how http_sd is found. ``log``: see ``Coordinator``.
-    ``restarts``: how often Ray may start it again.
+    ``restarts``: how often Ray may start it again. ``ranks``: how many report.
 
     Raises ConfigError if a run of this name is on the cluster."""
     here = ray.get_runtime_context().get_node_id()
@@ -135,7 +136,7 @@ def make_coordinator(run: str, log: MetricsLog | None, restarts: int) -> Any:
         "namespace": NAMESPACE,
         "num_cpus": 0,  # for actors without CPUs Ray picks a node at random, and only a hard affinity changes that
         "scheduling_strategy": NodeAffinitySchedulingStrategy(here, soft=False),
-        "max_concurrency": 100,
+        "max_concurrency": ranks + _CALLS,  # each rank has a call that waits until the driver has had its say
         "max_restarts": restarts,  # by Ray, so that every process's handle stays good
         "max_task_retries": -1 if restarts else 0,
     }

@@ -125,7 +125,7 @@ class RunActors:
         Raises RunFailedError naming the process that did not start, and ConfigError when the run's name is taken, or
         when a process may not open as many files as so many ranks and owners need.
         """
-        self.coordinator = make_coordinator(self._run, self._log, max_failures)
+        self.coordinator = make_coordinator(self._run, self._log, max_failures, self._placement.plan.num_workers)
         share, self.remains = zero.shared_directory, remains
         self._share = share
         first = OwnerSettings(
@@ -415,6 +415,10 @@ class RunActors:
         member: Member = self.ask({_COORDINATOR: told}, ANSWER_S)[_COORDINATOR]
         self.local.find({_COORDINATOR: member}, self.driver_node)
         return member.pid
+
+    def report_again(self) -> list[Any]:
+        """Have every rank send another coordinator its last reports. Returns the calls."""
+        return [control(rank.report_again).remote() for rank in self.ranks.values()]
 
     def handle(self, who: str) -> Any:
         return self.owners.get(who) or self.ranks[who]

@@ -217,6 +217,20 @@ def test_another_coordinator_gets_the_reports_again_that_the_driver_may_lack_and
     assert receiver.taken == [*again, 5]
 
 
+def test_a_loop_that_reports_no_more_sends_another_coordinator_what_was_sent_and_not_what_is_queued():
+    recent, receiver = RecentReports(), Receiver()
+    sender = ReportSender(receiver.ask, recent, lambda made: Report(rank=0, step=made.step, number=made.number))
+    sender.send([])  # before its first report
+    for step in (1, 2, 3):
+        recent.add(step, {}, None)
+    sender.send([Report(rank=0, step=1), Report(rank=0, step=2)])
+    receiver.life, receiver.taken = "b", []
+    sender.send([])
+    sender.send([])
+    sender.send([Report(rank=0, step=3)])
+    assert receiver.taken == [1, 2, 3]
+
+
 def test_numbers_that_are_reported_are_gauges_and_the_loss_is_the_training_loss():
     recorder = MemoryRecorder()
     gauges = ReportGauges(recorder)

@@ -15,14 +15,18 @@ import ray
 from cryptography.x509 import load_pem_x509_certificate
 from telemetry.web_configs import TestAuthority, written
 
+from rayzero.cluster.actor_calls import make_coordinator
 from rayzero.cluster.files.metrics_log import read_log
 from rayzero.cluster.files.run_record import read_record
-from rayzero.cluster.run import NAMESPACE, coordinator_name
+from rayzero.cluster.processes.coordinator import Received
+from rayzero.cluster.run import NAMESPACE, Report, coordinator_name
 from rayzero.cluster.upkeep import renewal
 from rayzero.config import ZeroConfig
 from rayzero.engine import get_context, report
 from rayzero.security import authority
+from rayzero.telemetry.scrape import Viewer
 from tests.support import needs
+from tests.support.waiting import until
 
 from .compared_run import STEPS, losses, same, train
 from .processes import Kills, until_killed
@@ -107,6 +111,38 @@ def test_nobody_notices_a_killed_coordinator_and_a_stopped_process_is_killed_and
     record = read_record(tmp_path / "demo")
     assert [one["who"] for one in record["recoveries"]] == ["coordinator", "optimizer 1"]
     assert any("coordinator died, and is back as pid" in line for line in said)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("last", [20, STEPS], ids=["loops that wait for it", "loops that have ended"])
+def test_what_a_killed_coordinator_had_not_passed_on_comes_again_from(last, trainer, nothing_left, tmp_path):
+    """Also from ranks that report nothing after it."""
+    done: list[tuple[int, int]] = []
+    kills = Kills(tmp_path / "demo", {20: "rank 1"})
+
+    def take(one: Any) -> None:
+        done.append((one.rank, one.metrics["done"]))
+        if done[-1] == (0, 10):
+            until(lambda: len(read_log(tmp_path / "demo")) == 2 * last)
+            actor = ray.get_actor(coordinator_name("demo"), namespace=NAMESPACE)
+            os.kill(ray.get(actor.hello.remote()).pid, signal.SIGKILL)
+        kills(one)
+
+    steps = kills.steps if last == 20 else []
+    kills.kills = {at: kills.kills[at] for at in steps}
+    result = trainer(train_through_kills, steps, on_report=take).fit()
+    assert sorted(done) == sorted((rank, step) for rank in range(2) for step in range(1, STEPS + 1))
+    assert len(read_log(result.path)) == 2 * STEPS, "each row once"
+
+
+@pytest.mark.thorough
+def test_another_coordinator_hears_the_driver_while_many_ranks_wait_for_it(local_ray):
+    ranks = 150
+    coordinator = make_coordinator("demo", None, 1, ranks)
+    calls = [coordinator.report.remote([Report(rank=rank, step=1)], None) for rank in range(ranks)]
+    ray.get(coordinator.resume.remote([], [], None, Viewer()), timeout=60)
+    life = ray.get(coordinator.life.remote())
+    assert ray.get(calls, timeout=60) == [Received(life)] * ranks
 
 
 @pytest.mark.thorough

@@ -4,8 +4,9 @@ It only records. Ranks send reports, which it writes to metrics.jsonl and passes
 takes part and what happens. No training step waits for it.
 
 [Note: another coordinator] If its process dies, Ray starts another one, which knows nothing. It has a *life* of its
-own, which its answers name: so the driver notices and tells it who takes part, and each rank sends its last reports
-again. Their receivers know which they have had: the log by its rows, the driver by their numbers.
+own, which its answers name: so the driver notices, tells it who takes part, and has each rank send its last reports
+again, also one whose loop has ended. Their receivers know which they have had: the log by its rows, the driver by their
+numbers.
 """
 
 from __future__ import annotations

@@ -98,6 +98,7 @@ class RankWorker(MemberProcess):
         self._successors: list[tuple[int, str]] = []  # of owners, since that, or since the loop's addresses were sent
         self._identity: Identity | None = None  # while the loop runs, or once it was renewed
         self._moving = threading.Lock()  # guards these
+        self._sender: ReportSender | None = None
         self._channel: ReportChannel | None = None
         self._exporter: ProcessExporter | None = None  # open to the end: a loop that has returned still shows
 
@@ -160,7 +161,7 @@ class RankWorker(MemberProcess):
         torch.set_num_threads(self._threads)  # here: torch counts threads for each thread that computes
         table = self._open_table(settings)
         recent = RecentReports()
-        sender = ReportSender(partial(_ask, coordinator), recent, partial(_report, settings))
+        sender = self._sender = ReportSender(partial(_ask, coordinator), recent, partial(_report, settings))
         channel = self._channel = ReportChannel(sender.send)
         gauges = ReportGauges(self._recorder)
 
@@ -207,6 +208,11 @@ class RankWorker(MemberProcess):
             if self._identity is None:
                 self._identity = identity_of(settings.start.tls)
         return table
+
+    def report_again(self) -> None:
+        """Send another coordinator the last reports, also those of a loop that makes no more, or has ended."""
+        if self._sender is not None:
+            self._sender.send([])
 
     def stop(self, reason: str) -> None:
         """Make the loop end: refuse its reports, and fail everything it waits for with ``reason``."""
@@ -269,18 +275,23 @@ class ReportSender:
         """``ask``: ``Coordinator.report``."""
         self._ask, self._recent, self._report_of = ask, recent, report_of
         self._life: str | None = None  # of the coordinator
+        self._sent = (-1, -1)  # step and number of the last report that a coordinator has had
+        self._sending = threading.Lock()  # guards these: a rank's reports arrive in order
 
     def send(self, batch: list[Report]) -> None:
-        """Send a batch; blocks until the coordinator has it. See [Note: another coordinator]."""
-        received = self._ask(batch, self._life)
-        while self._life is not None and received.life != self._life:
+        """Send a batch, after the last reports that another coordinator than before lacks; blocks until the coordinator
+        has them. See [Note: another coordinator]."""
+        with self._sending:
+            received = self._ask(batch, self._life)
+            while self._life is not None and received.life != self._life:
+                self._life = received.life
+                lately = [made for made in self._recent.made if (made.step, made.number) <= self._sent]
+                received = self._ask([*map(self._report_of, lately), *batch], self._life)
             self._life = received.life
-            first = batch[0].step, batch[0].number
-            lately = [self._report_of(made) for made in self._recent.made if (made.step, made.number) < first]
-            received = self._ask([*lately, *batch], self._life)
-        self._life = received.life
-        if received.passed_on is not None:  # until the driver has a report, it may be lost with the coordinator
-            self._recent.arrived(*received.passed_on)
+            if batch:
+                self._sent = batch[-1].step, batch[-1].number
+            if received.passed_on is not None:  # until the driver has a report, it may be lost with the coordinator
+                self._recent.arrived(*received.passed_on)
 
 
 class ReportChannel:

@@ -13,6 +13,7 @@ import ray
 
 from rayzero.cluster.actor_calls import ANSWER_S, STOP_S, control
 from rayzero.cluster.files.key_files import FOLLOWER_FILE, VIEWER_FILE, write_key
+from rayzero.cluster.nodes.session import answered
 from rayzero.cluster.processes.coordinator import HeardReports, News
 from rayzero.cluster.processes.rank_worker import RankSettings, RankStart
 from rayzero.cluster.run import Load, Recovery, Rescaled, RunState, rank_name
@@ -140,6 +141,7 @@ class Follower:
         self._renewal = Renewal(actors, say=request.on_phase, others=tools)
         self._autoscaling = Autoscaling(actors, _limits(request), self._controller, self._rescaling)
         self._heard, self._life = HeardReports(), actors.coordinator_life
+        self._again: list[Any] = []  # calls in which ranks send another coordinator their last reports
         self._news = actors.coordinator.next_reports.remote(self._life)
         self._status = status
         self._recovered, self._rescaled = len(status.recoveries), len(status.rescales)
@@ -277,6 +279,7 @@ class Follower:
             self._watch.failed(Failure(who="coordinator", what=f"died: {over}."), began)
             return
         pid = self._actors.resume_coordinator()
+        self._again = self._actors.report_again()
         seconds = time.monotonic() - began
         self._actors.coordinator.recovered.remote("coordinator", "the coordinator", {"re-form": seconds})
         self._status.recoveries.append(Recovery(who="coordinator", pid=pid, seconds=seconds))
@@ -285,10 +288,14 @@ class Follower:
 
     def _read_rest(self) -> None:
         """Read the reports sent before the loops ended. The open call may have been answered before the last ones came;
-        the next call has those."""
-        for _ in range(2):
+        the next call has those, unless it finds another coordinator, which ranks then send them again."""
+        reads = 2
+        while reads:
+            if self._again:
+                answered(self._again, ANSWER_S)
             self._actors.ask({"coordinator": self._actors.coordinator.end_news.remote()}, ANSWER_S)
             news = self._actors.ask({"coordinator": self._news}, ANSWER_S)["coordinator"]
+            reads = reads - 1 if news.life == self._life else 2
             self._hear(news)
 
     def _hear(self, news: News) -> None:
