@@ -23,7 +23,7 @@ import rayzero
 from rayzero import ZeroConfig
 from rayzero.engine.context import RankContext
 from rayzero.engine.rank_step import RankStep
-from rayzero.errors import RunFailedError, StateLostError, UntrackedError
+from rayzero.errors import StateLostError, UntrackedError
 from rayzero.protocol.messages import ATTEMPTS, FinishReport, StepInputs
 from rayzero.telemetry.recorder import NullRecorder
 from rayzero.testing import Killed, run_ranks
@@ -263,12 +263,6 @@ def test_a_process_that_is_killed_repeats_its_step(
     assert same(run(tmp_path, *deaths, transport=transport, processes=True), undisturbed)
 
 
-def test_rank_0_may_die_and_a_rank_may_die_again(undisturbed: Any, tmp_path: Path) -> None:
-    for who in range(2):
-        deaths = [("backward", 1), ("finished", 1), ("clipped", 2), ("stepped", 2), ("fetch", 3)]
-        assert same(run(tmp_path / str(who), *deaths, who=who), undisturbed)
-
-
 @pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("transport", "deaths"),
@@ -406,9 +400,3 @@ def test_the_error_is_todays_when_no_failure_is_left(tmp_path: Path) -> None:
     with pytest.raises(Killed) as caught:
         run_ranks(one, 2, 2, max_failures=1)
     assert any("on rank 1" in note for note in caught.value.__notes__)
-
-
-def test_a_killed_process_ends_the_run_unless_failures_are_allowed(tmp_path: Path) -> None:
-    one = functools.partial(loop, base=base(), folder=tmp_path, at=(("forward", 1),), processes=True)
-    with pytest.raises(RunFailedError, match="the process of rank 1 died"):
-        run_ranks(one, 2, 2, "grpc", True)
