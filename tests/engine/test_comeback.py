@@ -368,7 +368,7 @@ def test_a_later_life_begins_with_the_checkpoint_that_its_run_began_with(
     folder, expected = resumed
     shutil.copytree(folder / f"step-{AT + 1}", tmp_path / f"step-{AT + 1}")
     resume = functools.partial(names, folder=tmp_path)
-    found = run(tmp_path, *deaths, transport=transport, processes=transport == "grpc", resume=resume, saves=AT + 1)
+    found = run(tmp_path, *deaths, transport=transport, processes=transport != "inproc", resume=resume, saves=AT + 1)
     assert (tmp_path / f"step-{AT + 2}").is_dir()
     assert same(found, expected)
 
