@@ -23,7 +23,7 @@ import rayzero
 from rayzero import ZeroConfig
 from rayzero.engine.context import RankContext
 from rayzero.engine.rank_step import RankStep
-from rayzero.errors import StateLostError, UntrackedError
+from rayzero.errors import RunFailedError, StateLostError, UntrackedError
 from rayzero.protocol.messages import ATTEMPTS, FinishReport, StepInputs
 from rayzero.telemetry.recorder import NullRecorder
 from rayzero.testing import Killed, run_ranks
@@ -400,3 +400,9 @@ def test_the_error_is_todays_when_no_failure_is_left(tmp_path: Path) -> None:
     with pytest.raises(Killed) as caught:
         run_ranks(one, 2, 2, max_failures=1)
     assert any("on rank 1" in note for note in caught.value.__notes__)
+
+
+def test_a_killed_process_ends_the_run_unless_failures_are_allowed(tmp_path: Path) -> None:
+    one = functools.partial(loop, base=base(), folder=tmp_path, at=(("forward", 1),), processes=True)
+    with pytest.raises(RunFailedError, match="the process of rank 1 died"):
+        run_ranks(one, 2, 2, "grpc", True)

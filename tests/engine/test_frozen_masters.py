@@ -124,9 +124,12 @@ def load_others(model: nn.Module, given: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("write", [write_one, write_under_full_parameters, load_others])
-@pytest.mark.parametrize(("transport", "num_optimizers"), [("inproc", 1), ("inproc", 2), ("shm", 2), ("grpc", 2)])
+@pytest.mark.parametrize(
+    ("transport", "num_optimizers", "on_host"),
+    [("inproc", 1, 1.0), ("inproc", 2, 0.5), ("shm", 2, 1.0), ("grpc", 2, 1.0)],
+)
 def test_a_write_changes_what_was_written_and_rounds_nothing_else(
-    write: Callable[..., None], transport: Transport, num_optimizers: int
+    write: Callable[..., None], transport: Transport, num_optimizers: int, on_host: float
 ) -> None:
     base = frozen_base()
 
@@ -139,7 +142,8 @@ def test_a_write_changes_what_was_written_and_rounds_nothing_else(
         fit(model, optimizer, range(2), context.rank)
         assert same_bits(part(rayzero.full_state_dict(model), given), given)
 
-    run_ranks(loop, 2, num_optimizers, transport, config=BF16.replace(shard_bytes=4096))
+    config = BF16.replace(shard_bytes=4096, offload_fraction=on_host)
+    run_ranks(loop, 2, num_optimizers, transport, config=config)
 
 
 # ---- without masters
