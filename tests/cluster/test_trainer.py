@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
-import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,14 +120,6 @@ def test_the_status_of_a_run_that_goes_on_has_its_owners(watched):
 
 def test_a_run_name_in_use_is_refused_and_the_first_run_goes_on(watched):
     assert "a run named 'demo' is already on this cluster" in str(watched.second)
-
-
-def test_a_record_whose_driver_is_gone_is_a_lost_run(watched, tmp_path):
-    record = read_record(watched.result.path) | {"state": "running"}
-    gone = subprocess.Popen(["true"])
-    gone.wait()
-    (tmp_path / "run.json").write_text(json.dumps(record | {"driver": {"pid": gone.pid, "host": socket.gethostname()}}))
-    assert run_status(tmp_path)["state"] == "lost"
 
 
 @pytest.mark.promise("refused", "jobs")

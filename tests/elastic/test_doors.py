@@ -1,11 +1,9 @@
-"""Every host with ranks has an owner: where none has shards there, a door, from the first step on, after a death, and
-after every change of the owners."""
+"""Every host with ranks has an owner: where none has shards there, a door, from the first step on, and after every
+change of the owners."""
 
 from __future__ import annotations
 
 import functools
-import os
-import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,9 +22,8 @@ from rayzero.slabs.sweep import SHARED_MEMORY, list_slabs
 from rayzero.store.owner.memory.slabs import is_control
 from rayzero.testing import run_ranks
 from tests.support import needs
-from tests.support.waiting import until
 
-from .disturbed import DIED, OWNERS_ELSEWHERE, another_host
+from .disturbed import OWNERS_ELSEWHERE, another_host
 from .test_scaling_cases import UNITS, Small, Training, assert_same
 
 needs_memory = needs.shared_memory
@@ -76,47 +73,22 @@ def test_a_change_keeps_an_owner_on_every_host_with_ranks(
 # ---- with processes
 
 
-def owners_of(run: str, directory: Path, epoch: int = 0) -> dict[int, int]:
-    """The owners of an epoch that have a control slab there, and their process ids."""
+def owners_of(run: str, directory: Path, epoch: int = 0) -> set[int]:
+    """The owners of an epoch that have a control slab there."""
     found = [slab.header for slab in list_slabs(directory) if slab.header is not None]
-    return {each.facts.index: each.pid for each in found if each.facts.run == run and is_control(each.facts, epoch)}
+    return {each.facts.index for each in found if each.facts.run == run and is_control(each.facts, epoch)}
 
 
 @dataclass(frozen=True)
 class Watched:
-    """A training that looks at the owners of rank 1's host at the end, or kills its door in the middle."""
+    """A training that looks at the owners of rank 1's host at the end."""
 
     training: Training
     host: Path
-    kills: int | None = None  # the door that rank 1 kills after its first step
-    epoch: int = 0  # the last one
+    epoch: int  # the last one
 
     def __call__(self, context: RankContext) -> Any:
-        if self.kills is not None and context.rank == 1:
-            training = Killing(**vars(self.training), host=self.host, door=self.kills, run=context.run)
-        else:
-            training = self.training
-        return training(context), sorted(owners_of(context.run, self.host, self.epoch))
-
-
-@dataclass(frozen=True)
-class Killing(Training):
-    """Kills the door of its host at step 2, and goes on once another process has its place."""
-
-    host: Path = SHARED_MEMORY
-    door: int = 0
-    run: str = ""
-
-    def take_step(self, made: list[Any], step: int, rank: int) -> None:
-        if step == 2:
-            dead = owners_of(self.run, self.host)[self.door]
-            os.kill(dead, signal.SIGKILL)
-            until(
-                lambda: owners_of(self.run, self.host).get(self.door, dead) != dead,
-                60,
-                "no process has taken the place of the door",
-            )
-        super().take_step(made, step, rank)
+        return self.training(context), sorted(owners_of(context.run, self.host, self.epoch))
 
 
 def training_of(folder: Path, **wanted: int) -> Training:
@@ -147,17 +119,6 @@ def save(context: RankContext, folder: Path) -> list[int]:
     _, optimizer = rayzero.prepare(base, torch.optim.AdamW(base.parameters()), ZeroConfig(units=UNITS))
     rayzero.save_checkpoint(optimizer, folder / "saved")
     return sorted(owners_of(context.run, SHARED_MEMORY))
-
-
-@needs_memory
-@pytest.mark.promise("recoverable", "hosts")
-def test_a_door_that_is_killed_is_replaced_and_no_bit_changes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with another_host(*OWNERS_ELSEWHERE) as hosts:
-        loop = Watched(training_of(tmp_path), SHARED_MEMORY, kills=2)
-        found = run_ranks(loop, 2, 2, "shm", True, max_failures=1, hosts=hosts, stall_timeout=60.0)
-    assert [line for line in caplog.messages if line.endswith(DIED)] == [f"optimizer 2{DIED}"]
-    assert [owners for _, owners in found] == [[2], [2]]
-    assert_same([states for states, _ in found], run_ranks(training_of(tmp_path), 2, 2))
 
 
 @needs_memory

@@ -8,8 +8,7 @@ import functools
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,8 @@ import rayzero
 from rayzero import ZeroConfig
 from rayzero.elastic.scaling import ScaleRequest, ask
 from rayzero.engine.context import RankContext
-from rayzero.protocol.store import ParameterStore
-from rayzero.slabs.sweep import SHARED_MEMORY, list_slabs, sweep
-from rayzero.store.remote.owner_table import OwnerTable
-from rayzero.telemetry.recorder import Recorder
+from rayzero.slabs.sweep import SHARED_MEMORY
 from rayzero.testing import run_ranks
-from rayzero.testing.members import RankPlace, ServedReach, Service
-from rayzero.testing.rank_processes import ForkedProcesses
 from tests.support import needs
 from tests.support.waiting import until
 
@@ -173,48 +167,3 @@ def test_a_run_whose_owners_change_is_resumed_from_any_step(case: str, tmp_path:
     assert_same(run_ranks(saved, 2, 2, "shm", True, max_failures=1, run_dir=tmp_path, stall_timeout=60.0), plain)
     for step in range(1, STEPS):
         assert_same(run_ranks(training(wanted={}, resume=tmp_path / f"step-{step}"), 2, 1 + step % 4), plain)
-
-
-@dataclass(frozen=True)
-class MixedReach:
-    """Some ranks share memory with the owners, the others reach them over gRPC, as from another host."""
-
-    near: ServedReach
-    far: ServedReach
-    ranks: frozenset[int]  # that are far
-
-    def __call__(self, table: OwnerTable, rank: int, recorder: Recorder, model: int, life: int) -> ParameterStore:
-        return (self.far if rank in self.ranks else self.near)(table, rank, recorder, model, life)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("steps", [1, 3], ids=["alone", "accumulation"])
-@pytest.mark.parametrize("far", [{1}, {0, 1}], ids=["one rank", "both ranks"])
-def test_ranks_over_grpc_send_again_what_the_next_owners_lack(tmp_path: Path, far: set[int], steps: int) -> None:
-    config = ZeroConfig(units=UNITS, gradient_accumulation_steps=steps)
-    loop = Training(base=seeded(Small, 3), folder=tmp_path, wanted={2: 4, 5: 1, 8: 3}, config=config)
-    service = Service(
-        num_optimizers=2,
-        num_ranks=2,
-        threads=1,
-        lineage="",
-        share=SHARED_MEMORY,
-        replaces_ranks=True,
-        replaces_owners=True,
-    )
-    reaches = [
-        ServedReach(service=replace(service, share=share), stall_timeout=30.0, config=config, outlives_owners=True)
-        for share in (SHARED_MEMORY, None)
-    ]
-    run = f"mixed-{tmp_path.name}"
-    places = [
-        RankPlace(rank=rank, world_size=2, run=run, lineage="", config=None, resume=None, run_dir=tmp_path, threads=1)
-        for rank in range(2)
-    ]
-    reach = MixedReach(*reaches, frozenset(far))
-    with closing(ForkedProcesses(loop, places, service, reach, 1, 30.0, run_dir=tmp_path)) as members:
-        found = members.results()
-    sweep()
-    plain = Training(base=seeded(Small, 3), folder=tmp_path, wanted={}, config=config)
-    assert_same(found, run_ranks(plain, 2, 2))
-    assert [slab.path for slab in list_slabs() if slab.header is not None and slab.header.facts.run == run] == []

@@ -22,17 +22,6 @@ from tests.support.leftovers import threads, threads_left
 from .models import Net, seeded, token_loss, tokens
 
 
-def test_alone_is_rank_0_of_1() -> None:
-    def seen() -> RankContext:
-        return rayzero.get_context()
-
-    context: list[RankContext] = []
-    thread = threading.Thread(target=lambda: context.append(seen()))
-    thread.start()
-    thread.join()
-    assert (context[0].rank, context[0].world_size) == (0, 1)
-
-
 def test_reports_go_to_the_sink_and_are_kept_only_without_one() -> None:
     sent: list[LoopReport] = []
     with running_in(RankContext(sink=sent.append)) as context:

@@ -129,31 +129,6 @@ def test_training_goes_on_bit_by_bit_from_both_state_dicts(name: str, world_size
         assert same_bits(state, expected)
 
 
-def test_a_plain_run_goes_on_under_rayzero_bit_by_bit_and_back() -> None:
-    plain = seeded(Net)
-    reference = adamw(plain.parameters())
-    plain_train(plain, reference, range(3), 1)
-    model = seeded(Net, 5)
-
-    def loop(context: RankContext) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        ours, optimizer = rayzero.prepare(model, adamw(model.parameters()), ZeroConfig(kernel="torch"))
-        ours.load_state_dict(plain.state_dict())
-        optimizer.load_state_dict(reference.state_dict())
-        train(ours, optimizer, range(3, 6))
-        return rayzero.full_state_dict(ours), optimizer.state_dict()
-
-    ((weights, state),) = run_ranks(loop, 1, 1)
-    back = seeded(Net, 5)
-    back.load_state_dict(weights)
-    continued = adamw(back.parameters())
-    continued.load_state_dict(state)
-    plain_train(plain, reference, range(3, 6), 1)
-    assert same_bits(weights, plain.state_dict())
-    for m, optimizer in ((plain, reference), (back, continued)):
-        plain_train(m, optimizer, range(6, 8), 1)
-    assert same_bits(back.state_dict(), plain.state_dict())
-
-
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(alone: RankContext) -> None:
     model, optimizer = prepared_copy(seeded(Net), adamw)
     train(model, optimizer, range(1))

@@ -21,11 +21,9 @@ from rayzero.errors import (
     ConfigError,
     GradientAccessError,
     NonFiniteGradientError,
-    StepMismatchError,
     UnsupportedError,
 )
 from rayzero.protocol.messages import Action
-from rayzero.testing import run_ranks
 
 from .models import Net, fit, same_bits, seeded, tight, token_loss, tokens
 
@@ -202,18 +200,6 @@ def test_an_unplanned_second_backward_in_bf16_names_the_setting(alone: RankConte
     token_loss(model, tokens(0)).backward()
     optimizer.step()
     assert optimizer.last_decision().result(30).step == 0
-
-
-def test_different_learning_rates_on_ranks_fail_the_step_by_name() -> None:
-    base = seeded(Net)
-
-    def loop(context: RankContext) -> None:
-        model, optimizer = prepared(copy.deepcopy(base), ZeroConfig(overlap="none"))
-        optimizer.param_groups[0]["lr"] = 0.1 * (1 + context.rank)
-        fit(model, optimizer, [0])
-
-    with pytest.raises(StepMismatchError, match="rank"):
-        run_ranks(loop, 2, 2)
 
 
 @pytest.mark.promise("refused", "precisions")

@@ -20,7 +20,7 @@ from rayzero.errors import HandshakeError
 from rayzero.slabs.sweep import SHARED_MEMORY, list_slabs, sweep
 from tests.support import needs
 
-from .test_comeback import Point, base, loop, run, same
+from .test_comeback import base, loop, run, same
 from .whole_run import LINEAGE, RUN, WholeRun
 
 pytestmark = [
@@ -44,29 +44,6 @@ def goes_on(directory: Path, num_owners: int = 2) -> Continuation:
     found = choose(read_left(RUN, LINEAGE, directory), num_workers=2, num_owners=num_owners)
     assert isinstance(found, Continuation), found
     return found
-
-
-def killed_at(at: list[Point], directory: Path, folder: Path) -> Any:
-    """The results of a run in which rank 1 dies at each of ``at`` and takes all other processes with it."""
-    one = functools.partial(loop, base=base(), folder=folder, at=tuple(at), who=1, processes=True)
-    found: Continuation | None = None
-    for _ in at:
-        whole = WholeRun(one, directory, found)
-        whole.wait_for_a_death()
-        whole.kill()
-        found = goes_on(directory)
-    results = WholeRun(one, directory, found).results()
-    sweep(directory)
-    assert list_slabs(directory) == []
-    return results
-
-
-@pytest.mark.thorough
-def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(
-    undisturbed: Any, slab_dir: Path, tmp_path: Path
-) -> None:
-    deaths: list[Point] = [("backward", 1), ("finished", 1), ("mean", 2), ("saved", 2), ("fetch", 3)]
-    assert same(killed_at(deaths, slab_dir, tmp_path), undisturbed)
 
 
 @pytest.mark.spread(1)

@@ -846,16 +846,3 @@ def test_close_ends_what_waits_and_leaves_no_thread(make_stores: StoreFactory) -
         ranks[1].store.close()
         assert threads_left(before, "rayzero-rank", "stall-watch-rank", "store-") == []
     assert threads_left(before) == []
-
-
-def test_ranks_in_a_row_use_every_verb_without_waiting_for_each_other(make_stores: StoreFactory) -> None:
-    """Rank by rank instead of step by step: no verb but finish waits for a peer."""
-    spec = make_spec(3)
-    schedule = random_schedule(spec, 1)[0]
-    with started(make_stores(3, 2), spec) as ranks:
-        norms = []
-        for rank, grads in zip(ranks, schedule, strict=True):
-            rank.fetch()
-            rank.push(grads)
-            norms.append(rank.finish(0.5))
-        assert len({norm.result(WAIT).total for norm in norms}) == 1

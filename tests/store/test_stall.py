@@ -147,10 +147,10 @@ def test_thousands_of_steps_leave_no_wait_and_ask_nobody(clock: Clock) -> None:
         clock.now += 0.05
         if step % 20 == 0:
             watch.check_all()
-        assert watch.num_waits == 8
+        assert len(watch._waits) == 8
         for wait in waits:
             wait.set_result(None)
         del wait, waits
     assert peer.asked == 0
-    assert watch.num_waits == 0
+    assert len(watch._waits) == 0
     assert not [ref for ref in made if ref() is not None]

@@ -220,7 +220,6 @@ POINTS = {
     "rank.mean-asked": Point(f"{_STORE}.mean", _AFTER),
     "rank.write": Point(f"{_STORE}.write", _BEFORE),
     "rank.write-asked": Point(f"{_STORE}.write", _AFTER),
-    "rank.begin-save": Point(f"{_STORE}.begin_save", _BEFORE),
     "rank.began-save": Point("rayzero.engine.engine:Engine.begin_save", _AFTER),
     "rank.save": Point(f"{_STORE}.save", _BEFORE),
     "rank.save-asked": Point(f"{_STORE}.save", _AFTER),

@@ -328,12 +328,6 @@ class StallWatch:
         if self._thread is not None:
             self._thread.join()
 
-    @property
-    def num_waits(self) -> int:
-        """How many waits are watched now."""
-        with self._changed:
-            return len(self._waits)
-
     def check_all(self) -> None:
         """Check every wait that is old enough, once. All peers are asked at once, with one deadline, so a check takes
         as long as the slowest answer, however many waits there are or begin meanwhile."""

@@ -101,11 +101,6 @@ class PublishStreams:
         self._streams: set[PublishStream] = set()
         self._newest: dict[str, PublishStream] = {}  # by listener, while it is open
 
-    @property
-    def aborted(self) -> bool:
-        """True once the run is over for this owner."""
-        return self._error is not None
-
     def publish(self, published: Sequence[Published]) -> None:
         """Pass new versions on to every listener."""
         self._loop.call_soon_threadsafe(self._tell, published)
