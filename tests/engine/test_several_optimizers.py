@@ -166,6 +166,25 @@ def adafactor(model: nn.Module) -> Optimizers:
     return [torch.optim.Adafactor(model.parameters(), lr=1e-2)]
 
 
+def lamb(model: nn.Module) -> Optimizers:
+    from pytorch_optimizer import Lamb
+
+    return [Lamb(model.parameters(), lr=1e-2)]
+
+
+def soap(model: nn.Module) -> Optimizers:
+    from pytorch_optimizer import SOAP
+
+    return [SOAP(model.parameters(), lr=1e-2)]
+
+
+def normuon(model: nn.Module) -> Optimizers:
+    from pytorch_optimizer import NorMuon
+
+    matrices, others = divided(model)
+    return [NorMuon([{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False}])]
+
+
 def everything(make: Any, precision: str) -> Any:
     """A loop with clips, accumulation and activations on the host."""
     on_host = {"offload_activations": ("layers.*",), "activation_min_bytes": 1024}
@@ -184,6 +203,28 @@ def test_clips_accumulation_and_activations_on_the_host_change_no_bit_of_plain_t
     expected = plain(make, 3, world_size, precision, 2, 0.1)
     for state in run_ranks(everything(make, precision), world_size, owners, "shm", True):
         assert same_bits(state, expected)
+
+
+@pytest.mark.promise("exact", "optimizers")
+@pytest.mark.thorough
+@pytest.mark.parametrize("make", [normuon, lamb, soap])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("world_size", "owners"), [(1, 1), (3, 2)])
+def test_nor_of_other_packages_classes(make: Any, precision: str, world_size: int, owners: int) -> None:
+    expected = plain(make, 3, world_size, precision, 2, 0.1)
+    for state in run_ranks(everything(make, precision), world_size, owners):
+        assert same_bits(state, expected)
+
+
+@pytest.mark.thorough
+@needs.shared_memory
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("make", [muon_and_adamw, adafactor])
+def test_nor_do_owners_on_another_host(make: Any, precision: str) -> None:
+    with another_host("optimizer 1") as hosts:
+        found = run_ranks(everything(make, precision), 2, 2, "shm", True, hosts=hosts)
+    for state in found:
+        assert same_bits(state, plain(make, 3, 2, precision, 2, 0.1))
 
 
 def on_ranks(context: RankContext, **given: Any) -> tuple[dict[str, Tensor], list[int]]:
