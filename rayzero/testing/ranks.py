@@ -90,8 +90,8 @@ def run_ranks(
     threads: torch threads of each rank process and of each owner.
     stall_timeout: seconds that a rank waits for a peer that makes no progress.
     max_failures: how many deaths in all the run outlives. A rank dies as a process that is killed, or a thread that
-        raises ``Killed``: its loop begins anew and repeats the step that it died in (``rayzero.track``), while the
-        others wait. With processes=True an owner that is killed gets a successor. A loop that raises any other error
+        raises ``Killed`` (not with "shm"): its loop begins anew and repeats the step that it died in
+        (``rayzero.track``), while the others wait. With processes=True an owner that is killed gets a successor. A loop that raises any other error
         has failed, and is not started again.
     faults: lets something go wrong in the ranks' and owners' processes, for tests.
     hosts: by member ("rank 0", "optimizer 1", "optimizer 1 in life 2"), the directory for its shared memory, in place
@@ -110,6 +110,11 @@ def run_ranks(
         raise ConfigError(f"world_size and num_optimizers must be >= 1, got {world_size} and {num_optimizers}")
     if max_failures < 0 or (max_failures and callable(transport)):
         raise ConfigError(f"max_failures is {max_failures}; pass a number >= 0, and 0 with a transport of your own")
+    if max_failures and transport == "shm" and not processes:
+        raise ConfigError(
+            f'max_failures={max_failures} with transport="shm" needs processes: a thread that ends takes its shared memory '
+            "along, and what its next life needs is there; pass processes=True"
+        )
     if faults is not None and not processes:
         raise ConfigError("faults strike processes; pass processes=True")
     if tls and transport not in ("grpc", "shm"):

@@ -101,6 +101,8 @@ def test_impossible_runs_are_refused() -> None:
         run_ranks(_die_on_rank_1, 0)
     with pytest.raises(ConfigError, match="max_failures is -1; pass a number >= 0"):
         run_ranks(_die_on_rank_1, max_failures=-1)
+    with pytest.raises(ConfigError, match='max_failures=1 with transport="shm" needs processes'):
+        run_ranks(print, 1, 1, "shm", max_failures=1)
     with pytest.raises(ConfigError, match="and 0 with a transport of your own"):
         run_ranks(_die_on_rank_1, transport=lambda *_: None, max_failures=1)  # type: ignore[arg-type,return-value]
 
