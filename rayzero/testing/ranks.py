@@ -91,8 +91,8 @@ def run_ranks(
     stall_timeout: seconds that a rank waits for a peer that makes no progress.
     max_failures: how many deaths in all the run outlives. A rank dies as a process that is killed, or a thread that
         raises ``Killed`` (not with "shm"): its loop begins anew and repeats the step that it died in
-        (``rayzero.track``), while the others wait. With processes=True an owner that is killed gets a successor. A loop that raises any other error
-        has failed, and is not started again.
+        (``rayzero.track``), while the others wait. With processes=True an owner that is killed gets a successor. A loop
+        that raises any other error has failed, and is not started again.
     faults: lets something go wrong in the ranks' and owners' processes, for tests.
     hosts: by member ("rank 0", "optimizer 1", "optimizer 1 in life 2"), the directory for its shared memory, in place
         of /dev/shm. Members with different directories share none, as on different hosts. Only with transport="shm".
@@ -112,8 +112,8 @@ def run_ranks(
         raise ConfigError(f"max_failures is {max_failures}; pass a number >= 0, and 0 with a transport of your own")
     if max_failures and transport == "shm" and not processes:
         raise ConfigError(
-            f'max_failures={max_failures} with transport="shm" needs processes: a thread that ends takes its shared memory '
-            "along, and what its next life needs is there; pass processes=True"
+            f'max_failures={max_failures} with transport="shm" needs processes: a thread that ends takes its shared '
+            "memory along, and what its next life needs is there; pass processes=True"
         )
     if faults is not None and not processes:
         raise ConfigError("faults strike processes; pass processes=True")
