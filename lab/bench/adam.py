@@ -135,9 +135,7 @@ def kernel_path(name: str, kernel: Kernel, memory: AdamMemory, gradient: Tensor,
     """The path of a kernel that updates everything in one call. ``gradient``: 1D, bf16."""
     kept = 4 + 2 * moment_bytes(moments)  # master and moments, read and written
     segments = [Segment(offset=0, length=gradient.numel(), ranks=(0,), options=OPTIONS, step=10)]
-    return Path(
-        name=name, param_bytes=2 * kept + 4, run=partial(kernel.update, memory, [gradient], segments, 1.0, quiet)
-    )
+    return Path(name=name, param_bytes=2 * kept + 4, run=partial(kernel.update, memory, [gradient], segments, 1.0))
 
 
 def shards_path(gradient: Tensor) -> Path:
@@ -160,7 +158,7 @@ def shards_path(gradient: Tensor) -> Path:
 
     def run() -> None:
         for shard, todo in work:
-            rule.update(shard, todo, quiet)
+            rule.update(shard, todo)
 
     return Path(name=SHARDS, param_bytes=26, run=run)
 
@@ -191,10 +189,6 @@ def optimizer_path(
         params.copy_(parameter.detach())
 
     return Path(name=name, param_bytes=param_bytes, run=run)
-
-
-def quiet(done: int, total: int) -> None:
-    """Ignore the progress of a kernel."""
 
 
 def make_paths(library: NativeLibrary, count: int, threads: int, *, all_isas: bool) -> list[Path]:

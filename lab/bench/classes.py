@@ -99,7 +99,7 @@ class Updates:
         self._version += 1
         for owned, journal, work in zip(self._shards, self._journals, self._work, strict=True):
             owned.journal = journal if undo else None  # type: ignore[assignment]
-            self._rule.update(owned, replace(work, version=self._version), _quiet)
+            self._rule.update(owned, replace(work, version=self._version))
             owned.steps = [count + 1 for count in owned.steps]
 
 
@@ -117,10 +117,6 @@ def _cpu_seconds(work: Callable[[], object]) -> float:
     before = process_time()
     work()
     return process_time() - before
-
-
-def _quiet(done: int, total: int) -> None:
-    """Ignore the progress."""
 
 
 def shapes_of(dim: int, layers: int) -> list[tuple[int, int]]:

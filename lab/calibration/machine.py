@@ -19,7 +19,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from lab.bench.adam import OPTIONS, make_memory, quiet
+from lab.bench.adam import OPTIONS, make_memory
 from lab.bench.contestants import OursOptions, host_ranks, one_process_a_rank
 from lab.bench.figures import timed
 from lab.bench.store import StorePlayer, spec_of
@@ -81,10 +81,10 @@ def measure_machine(cores: int, owner_threads: int) -> Machine:
         segments = [Segment(offset=0, length=_LARGE, ranks=(0,), options=OPTIONS, step=10)]
         kernel, squares = NativeKernel(), NativeSquareSum()
         out = torch.zeros_like(gradient)
-        adam = _best(lambda: kernel.update(state, [gradient], segments, 1.0, quiet))
+        adam = _best(lambda: kernel.update(state, [gradient], segments, 1.0))
         several = [gradient, *(gradient.clone() for _ in range(_SEVERAL - 1))]
         of_all = [replace(segments[0], ranks=tuple(range(_SEVERAL)))]
-        summing = _best(lambda: kernel.update(state, several, of_all, 1.0, quiet))
+        summing = _best(lambda: kernel.update(state, several, of_all, 1.0))
         summing_here = _best(partial(_add_up, [gradient, *(gradient.clone() for _ in range(GROUP - 1))], state.master))
         norm = _best(lambda: squares.parts([gradient], [0], [(0, _LARGE)]))
         copy = _best(lambda: out.copy_(gradient))

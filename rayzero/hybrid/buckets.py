@@ -192,7 +192,7 @@ class TileAdam:
         )
         moments = {kind: PlainMoment(values) for kind, values in self._moments.items()}
         memory = AdamMemory.over(bucket.master, moments, bucket.params)
-        self._kernel.update(memory, [gradients], segments, scale, lambda done, total: None)
+        self._kernel.update(memory, [gradients], segments, scale)
         assert self._tails is not None, "tails are created with the moments"
         self._tails.update(present, {i: options[self._group_at[i]] for i in present}, self._steps, scale)
 

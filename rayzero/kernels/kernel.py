@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,7 +153,6 @@ class AdamUpdate:
     gradients: Sequence[Gradient]
     segments: Sequence[Segment]
     scale: float
-    on_tile: Callable[[int, int], None]
     limit: float
 
 
@@ -169,7 +168,6 @@ class Kernel(ABC):
         gradients: Sequence[Gradient],
         segments: Sequence[Segment],
         scale: float,
-        on_tile: Callable[[int, int], None],
         *,
         limit: float = math.inf,
     ) -> None:
@@ -178,9 +176,8 @@ class Kernel(ABC):
 
         ``gradients``: by rank, 1D with the shard's elements, fp32, bf16 or fp16. Only the ranks and ranges that
         segments name are read, and nothing is written to them. Of scattered ones no segment has two parameters.
-        ``on_tile(done, total)``: called after each tile.
         """
-        self.run(AdamUpdate(memory, gradients, segments, scale, on_tile, limit))
+        self.run(AdamUpdate(memory, gradients, segments, scale, limit))
 
     @abstractmethod
     def run(self, update: AdamUpdate) -> None:

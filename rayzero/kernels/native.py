@@ -34,7 +34,6 @@ from rayzero.protocol.messages import Clamp
 
 ABI = 14  # version of the tables below: RZ_ABI in adam.c
 TILE = STAMP  # elements that a thread claims at once: few, so that all threads end together; a multiple of 64
-STRETCH = 1 << 24  # elements of one call into the library, after which progress is reported; a multiple of TILE
 # Elements below which waking a second thread (80-100 us on a virtual machine) costs more than it gains.
 _UPDATE_ALONE, _SQUARES_ALONE = 4 * TILE, 8 * LEAF
 
@@ -222,9 +221,9 @@ class NativeKernel(_Worker, Kernel):
     notes = True
 
     def run(self, update: AdamUpdate) -> None:
-        """See ``Kernel.update``. A tile is what one call into the library covers. With stamps and an undo log, an
-        update during which a process was killed becomes whole. Raises UnsupportedError if segments overlap or a tensor
-        is not contiguous in host memory."""
+        """See ``Kernel.update``: one call into the library. With stamps and an undo log, an update during which a
+        process was killed becomes whole. Raises UnsupportedError if segments overlap or a tensor is not contiguous in
+        host memory."""
         memory, segments = update.memory, update.segments
         if not segments:
             return
@@ -233,12 +232,8 @@ class NativeKernel(_Worker, Kernel):
         coded = memory.scales is not None
         table = _segment_table(ordered, update.gradients, update.scale, update.limit, coded=coded)
         tensors = _memory_table(memory, stop, amsgrad=any(segment.options.amsgrad for segment in segments))
-        cuts = range(start // STRETCH * STRETCH, stop, STRETCH)  # a tile is in one of them
-        for done, cut in enumerate(cuts, 1):
-            at, end = max(cut, start), min(cut + STRETCH, stop)
-            team = self._team_address() if end - at >= _UPDATE_ALONE else None
-            self._library.adam(team, self._isa, byref(tensors), table, len(table), at, end, TILE)
-            update.on_tile(done, len(cuts))
+        team = self._team_address() if stop - start >= _UPDATE_ALONE else None
+        self._library.adam(team, self._isa, byref(tensors), table, len(table), start, stop, TILE)
 
 
 class NativeSquareSum(_Worker):

@@ -11,11 +11,9 @@ reached 0.81 if they spin and 0.55-0.58 if they sleep.
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
-from itertools import count
 
 import torch
 from torch import Tensor
@@ -52,24 +50,18 @@ class TorchKernel(Kernel):
         self._pool: ThreadPoolExecutor | None = None
 
     def run(self, update: AdamUpdate) -> None:
-        """See ``Kernel.update``. The thread that finished a tile calls ``on_tile``, one thread at a time."""
+        """See ``Kernel.update``."""
         windows = list(self._windows(update.segments, update.memory.master.numel(), update.memory.stamps))
         threads = min(self._threads or torch.get_num_threads(), len(windows))
-        done, total, counting = count(1), sum(len(tiles) for *_, tiles in windows), threading.Lock()
-
-        def finished() -> None:
-            with counting:
-                update.on_tile(next(done), total)
-
         left = iter(windows)  # a list's iterator gives each to one thread only
         if threads <= 1:
             with self._stream.used():
-                self._hands[0].work(update, left, finished)
+                self._hands[0].work(update, left)
             return
         if self._pool is None or threads > len(self._hands):
             self._hands += [_Hand(self._tile, None) for _ in range(threads - len(self._hands))]
             self._pool = ThreadPoolExecutor(threads, "rayzero-adam", initializer=use_torch_threads, initargs=(1,))
-        working = [self._pool.submit(hand.work, update, left, finished) for hand in self._hands[:threads]]
+        working = [self._pool.submit(hand.work, update, left) for hand in self._hands[:threads]]
         wait(working)  # for all of them, even after an error: nothing writes to the shard once this has returned
         for work in working:
             work.result()
@@ -128,14 +120,13 @@ class _Hand:
         self._rounded: Tensor | None = None  # parameters for elsewhere: [Note: over the link] in rank_sum.py
 
     @torch.no_grad()
-    def work(self, update: AdamUpdate, windows: Windows, finished: Callable[[], None]) -> None:
+    def work(self, update: AdamUpdate, windows: Windows) -> None:
         """Take windows and update their tiles until none are left."""
         stamps = update.memory.stamps
         for begin, end, tiles in windows:
             with stamps.writing(begin, end) if stamps is not None else nullcontext():
                 for tile in tiles:
                     self._update_tile(update, *tile)
-                    finished()
 
     def _update_tile(self, update: AdamUpdate, segment: Segment, start: int, stop: int) -> None:
         memory, scale, limit = update.memory, update.scale, update.limit

@@ -26,8 +26,6 @@ from rayzero.owner.shard import OwnedShard, ShardWork
 from rayzero.protocol.hyper import require_numbers
 from rayzero.protocol.messages import STEP, Hyper, ModelSpec, group_and_like, group_number
 
-OnTile = Callable[[int, int], None]
-
 _ADAM_NUMBERS: Hyper = {"lr": 0.0, "betas": (0.0, 0.0), "eps": 0.0, "weight_decay": 0.0}
 
 
@@ -42,7 +40,7 @@ class UpdateRule(ABC):
     room: Callable[[Shard], int] | None = None  # bytes of other states that a trained shard has; None: there are none
 
     @abstractmethod
-    def update(self, owned: OwnedShard, work: ShardWork, on_tile: OnTile) -> None:
+    def update(self, owned: OwnedShard, work: ShardWork) -> None:
         """Update master, states and published parameters; slices without contributors stay as they are."""
 
     def fed(self, owned: OwnedShard, work: ShardWork, slices: Sequence[int]) -> Mapping[int, Tensor]:
@@ -107,7 +105,7 @@ class AdamRule(UpdateRule):
             self._parsed = hyper, [AdamOptions.from_hyper(group, decoupled=self._decoupled) for group in hyper]
         return self._parsed[1]
 
-    def update(self, owned: OwnedShard, work: ShardWork, on_tile: OnTile) -> None:
+    def update(self, owned: OwnedShard, work: ShardWork) -> None:
         """See ``UpdateRule.update``: one kernel call a shard."""
         assert owned.master is not None
         stamps = owned.stamps(work.version)
@@ -119,7 +117,7 @@ class AdamRule(UpdateRule):
             self._options(work.hyper),
             apart=any(not isinstance(gradient, Tensor) for gradient in work.gradients),
         )
-        self._kernel.update(memory, work.gradients, segments, work.scale, on_tile, limit=work.limit)
+        self._kernel.update(memory, work.gradients, segments, work.scale, limit=work.limit)
 
     def states(self, owned: OwnedShard) -> dict[str, Tensor]:
         """Decoded copies of moments in codes."""
@@ -194,7 +192,7 @@ class ClassRule(UpdateRule):
             self._shards[owned.shard.index] = ShardOptimizer(self._make, self.room, owned)
         return self._shards[owned.shard.index]
 
-    def update(self, owned: OwnedShard, work: ShardWork, on_tile: OnTile) -> None:
+    def update(self, owned: OwnedShard, work: ShardWork) -> None:
         """See ``UpdateRule.update``: one ``step()`` of the shard's instance, unless a former life has made it."""
         done, stamps = self._is_done(owned, work), owned.stamps(work.version)
         assert owned.master is not None
@@ -204,7 +202,6 @@ class ClassRule(UpdateRule):
             if not done:
                 self._of(owned).step(work, self._sums)
             owned.publish(owned.master)
-        on_tile(1, 1)
 
     def _is_done(self, owned: OwnedShard, work: ShardWork) -> bool:
         """Whether a former life has made this update. One that it was making when it ended is undone."""

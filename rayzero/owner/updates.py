@@ -123,7 +123,7 @@ class StepUpdates:
         self._changes = changes
         self._norms_every = norms_every
         self._norms: GroupNorms | None = None  # created at the first measured step
-        self._progress: tuple[OwnedShard, int, int] | None = None  # of the running update: its tile, of how many
+        self._running: OwnedShard | None = None  # whose update runs
 
     @property
     def scratch_bytes(self) -> int:
@@ -164,24 +164,20 @@ class StepUpdates:
         self._products.post()
         self._checkpoints.protect(owned)  # before nobody can read it: it may wait
         self._publisher.updating(owned)
-
-        def on_tile(done: int, tiles: int) -> None:
-            self._progress = owned, done, tiles
-
-        on_tile(0, 1)
+        self._running = owned
         self._changes.before(owned)
         if norms is not None:
             norms.before(owned)
         over = self._recorder.spans.begin("update", _name(owned), work.version - 1)
         with self._products.used(owned, work.version) as took:
-            self._model.rule.update(owned, work, on_tile)
+            self._model.rule.update(owned, work)
         over()
         if took:
             self._recorder.add(MATRIX_PRODUCTS, len(took))
             self._recorder.add(MATRIX_PRODUCT_SECONDS, sum(took))
         if norms is not None:
             norms.after(owned)
-        self._progress = None
+        self._running = None
         owned.applied(work.version, [index for index, ranks in enumerate(work.contributors) if ranks])
         self._contributions.release(owned)
         _tell_update(self._recorder, owned, work)
@@ -194,13 +190,11 @@ class StepUpdates:
 
     def describe(self, owned: OwnedShard) -> str:
         """A description of what a shard is waiting for, for errors about waits."""
-        progress = self._progress
+        running = self._running
         if owned.state is ShardState.EMPTY:
             return "waiting for rank 0 to load it"
-        if progress is not None and owned.pending:
-            running, tile, tiles = progress
-            where = "" if running is owned else f" of {running.unit.name} first"
-            return f"updating tile {tile}/{tiles}{where}"
+        if running is not None and owned.pending:
+            return f"updating {_name(running)}{'' if running is owned else ' first'}"
         published = f"v{owned.published} is published"
         if owned.pending:
             return f"{published}, the next update is queued"

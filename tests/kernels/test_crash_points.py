@@ -88,7 +88,7 @@ def memory_of(numel: int, stamps: TileStamps) -> AdamMemory:
 def update(kernel: str, memory: AdamMemory, numel: int) -> None:
     gradient = torch.linspace(-1, 1, numel)
     segment = Segment(offset=0, length=numel, ranks=(0,), options=OPTIONS, step=3)
-    choose_kernel(kernel).update(memory, [gradient], [segment], 1.0, lambda *_: None)
+    choose_kernel(kernel).update(memory, [gradient], [segment], 1.0)
 
 
 def stamps(numel: int, *, undo: bool) -> TileStamps:

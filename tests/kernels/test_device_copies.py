@@ -58,7 +58,7 @@ def test_an_update_moves_each_ranks_gradient_and_the_parameters_once_in_their_dt
     segment = Segment(offset=0, length=LENGTH, ranks=(0, 1), step=1, options=options)
     grads = [torch.zeros(LENGTH, dtype=dtype) for _ in range(2)]
     with Link() as link:
-        TorchKernel(LENGTH, device=META).update(memory, grads, [segment], 0.5, lambda done, total: None)
+        TorchKernel(LENGTH, device=META).update(memory, grads, [segment], 0.5)
     assert link.copies == [("cpu", dtype, dtype, LENGTH)] * 2 + [("meta", dtype, dtype, LENGTH)]
     assert link.blocking == 0
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from rayzero.errors import ConfigError, UnsupportedError
-from rayzero.kernels import AdamMemory, AdamOptions, Segment, choose_kernel, segments_of
+from rayzero.kernels import AdamMemory, AdamOptions, Segment, choose_kernel, segments_of, torch_kernel
 from rayzero.kernels.rank_sum import RankSum
 from rayzero.kernels.stamps import STAMP
 from rayzero.kernels.torch_kernel import TorchKernel
@@ -43,10 +45,6 @@ def make_grads(numel: int, ranks: int, seed: int, dtype: torch.dtype = torch.flo
     return [torch.randn(numel, generator=generator).to(dtype) for _ in range(ranks)]
 
 
-def ignore(done: int, total: int) -> None:
-    """Progress nobody looks at."""
-
-
 def whole(numel: int, options: AdamOptions, step: int, ranks: int = 1) -> Segment:
     return Segment(offset=0, length=numel, ranks=tuple(range(ranks)), options=options, step=step)
 
@@ -73,7 +71,7 @@ def test_the_torch_kernel_has_the_bits_of_torchs_fused_optimizer(name: str) -> N
     )
     for step in range(1, 6):
         grads = make_grads(numel, 1, step)
-        kernel.update(memory, grads, [whole(numel, options, step)], 1.0, ignore)
+        kernel.update(memory, grads, [whole(numel, options, step)], 1.0)
         param.grad = grads[0]
         optimizer.step()
     assert torch.equal(memory.master, param.detach())
@@ -87,8 +85,8 @@ def test_a_limit_clamps_the_scaled_sum_and_nothing_else(kernel: str, ranks: int,
     kept = [grad.clone() for grad in grads]
     clamped = (torch.stack(grads).sum(0) * scale).clamp_(-0.01, 0.01)
     assert 0 < int((clamped.abs() == 0.01).sum()) < 256
-    choose_kernel(kernel).update(limited, grads, [whole(256, OPTIONS, 1, ranks)], scale, ignore, limit=0.01)
-    choose_kernel(kernel).update(given, [clamped], [whole(256, OPTIONS, 1)], 1.0, ignore)
+    choose_kernel(kernel).update(limited, grads, [whole(256, OPTIONS, 1, ranks)], scale, limit=0.01)
+    choose_kernel(kernel).update(given, [clamped], [whole(256, OPTIONS, 1)], 1.0)
     torch.testing.assert_close(limited.exp_avg, given.exp_avg, rtol=1e-6, atol=0)
     torch.testing.assert_close(limited.master, given.master, rtol=1e-6, atol=1e-7)
     assert all(torch.equal(a, b) for a, b in zip(grads, kept, strict=True))
@@ -101,7 +99,7 @@ def test_the_torch_kernel_agrees_with_plain_arithmetic(name: str) -> None:
     for step in range(1, 4):
         grads = make_grads(numel, 2, step, torch.bfloat16)
         for memory, kernel in ((fast, TorchKernel()), (plain, ReferenceKernel())):
-            kernel.update(memory, grads, [whole(numel, options, step, 2)], 0.25, ignore)
+            kernel.update(memory, grads, [whole(numel, options, step, 2)], 0.25)
     torch.testing.assert_close(fast.master, plain.master, rtol=1e-6, atol=1e-7)
     assert fast.params is not None
     assert torch.equal(fast.params, fast.master.bfloat16())
@@ -122,7 +120,7 @@ def test_bits_depend_on_neither_segments_nor_threads(kernel: str, threads: int) 
                 segments = [
                     Segment(offset=a, length=b - a, ranks=(0, 2), options=OPTIONS, step=step) for a, b in pairwise(cuts)
                 ]
-                choose_kernel(kernel).update(memory, grads, segments, 0.3, ignore)
+                choose_kernel(kernel).update(memory, grads, segments, 0.3)
             results.append(memory)
     finally:
         torch.set_num_threads(before)
@@ -134,38 +132,55 @@ def test_bits_do_not_depend_on_the_tile_size() -> None:
     results = []
     for tile in (64, 64 * 7, 1 << 19):
         memory = make_memory(numel, bf16=True)
-        TorchKernel(tile).update(memory, grads, [whole(numel, OPTIONS, 1, 2)], 0.5, ignore)
+        TorchKernel(tile).update(memory, grads, [whole(numel, OPTIONS, 1, 2)], 0.5)
         results.append(memory)
     assert same(results[0], results[2])
     assert same(results[1], results[2])
 
 
-def test_threads_of_the_torch_kernel_share_an_update() -> None:
+def on_each_tile(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
+    """Have the thread that has updated a tile call ``act``."""
+    update_tile = torch_kernel._Hand._update_tile
+
+    def update(hand: Any, *tile: Any) -> None:
+        update_tile(hand, *tile)
+        act()
+
+    monkeypatch.setattr(torch_kernel._Hand, "_update_tile", update)
+
+
+def test_threads_of_the_torch_kernel_share_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    working = set[int]()
+    on_each_tile(monkeypatch, lambda: working.add(threading.get_ident()))
     numel, grads, results = 6 * STAMP, make_grads(6 * STAMP, 2, 1), []
     for threads in (1, 3):
-        memory, working = make_memory(numel, bf16=True), set[int]()
+        memory = make_memory(numel, bf16=True)
+        working.clear()
         kernel = TorchKernel(64 * 7, threads=threads)
         for _ in range(3):
             segments = [whole(numel, OPTIONS, 1, 2)]
-            kernel.update(memory, grads, segments, 0.5, lambda *_, ids=working: ids.add(threading.get_ident()))
+            kernel.update(memory, grads, segments, 0.5)
         results.append(memory)
         assert (threading.get_ident() in working) == (threads == 1)
         assert 1 <= len(working) <= threads
     assert same(*results)
 
 
-def test_when_a_thread_of_the_torch_kernel_fails_the_call_does_after_all_have_ended() -> None:
+def test_when_a_thread_of_the_torch_kernel_fails_the_call_does_after_all_have_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ended: list[int] = []
 
-    def on_tile(done: int, total: int) -> None:
-        ended.append(done)
-        if done == 2:
+    def end() -> None:
+        ended.append(threading.get_ident())
+        if len(ended) == 2:
             raise OSError("a tile went wrong")
 
+    on_each_tile(monkeypatch, end)
     numel = 8 * STAMP
     memory, grads = make_memory(numel), make_grads(numel, 1, 1)
     with pytest.raises(OSError, match="a tile went wrong"):
-        TorchKernel(64 * 64, threads=2).update(memory, grads, [whole(numel, OPTIONS, 1)], 1.0, on_tile)
+        TorchKernel(64 * 64, threads=2).update(memory, grads, [whole(numel, OPTIONS, 1)], 1.0)
     counted, master = len(ended), memory.master.clone()
     time.sleep(0.05)
     assert len(ended) == counted
@@ -183,7 +198,7 @@ def test_only_what_segments_name_is_read_and_written(kernel: str) -> None:
         Segment(offset=0, length=64, ranks=(1,), options=OPTIONS, step=1),
         Segment(offset=64, length=64, ranks=(0, 1), options=OPTIONS, step=7),
     ]
-    choose_kernel(kernel).update(memory, grads, segments, 0.5, ignore)
+    choose_kernel(kernel).update(memory, grads, segments, 0.5)
     assert torch.isfinite(memory.master).all()
     assert torch.equal(memory.master[128:], before.master[128:])
     assert not (memory.master[:128] == before.master[:128]).any()
@@ -194,15 +209,8 @@ def test_only_what_segments_name_is_read_and_written(kernel: str) -> None:
 def test_zero_gradients_and_weights_stay_zero(kernel: str) -> None:
     memory = make_memory(128)
     memory.master.zero_()
-    choose_kernel(kernel).update(memory, [torch.zeros(128)], [whole(128, OPTIONS, 1)], 0.5, ignore)
+    choose_kernel(kernel).update(memory, [torch.zeros(128)], [whole(128, OPTIONS, 1)], 0.5)
     assert not memory.master.any()  # so padding stays what it is
-
-
-def test_progress_counts_tiles_of_all_segments() -> None:
-    seen: list[tuple[int, int]] = []
-    segments = [replace(whole(128, OPTIONS, 1), offset=at) for at in (0, 128)]
-    TorchKernel(tile=64).update(make_memory(256), make_grads(256, 1, 1), segments, 1.0, lambda *at: seen.append(at))
-    assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
 
 
 def test_neighbours_that_agree_are_merged() -> None:

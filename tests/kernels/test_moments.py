@@ -141,10 +141,6 @@ def test_only_adam_without_amsgrad_keeps_moments_in_codes() -> None:
 # ---- The kernels --------------------------------------------------------------------------------------------------
 
 
-def quiet(done: int, total: int) -> None:
-    """Nobody asks for progress."""
-
-
 def make_memory(count: int, moments: str, params: torch.dtype | None = torch.bfloat16) -> AdamMemory:
     """A shard in the middle of a training."""
     random = torch.Generator().manual_seed(0)
@@ -179,7 +175,7 @@ def update(kernel: Any, memory: AdamMemory, gradients: Sequence[Tensor], step: i
     count = memory.master.numel()
     adam = AdamOptions(**{**{name: getattr(ADAMW, name) for name in ADAMW.__slots__}, **options})
     segments = [Segment(offset=0, length=count, ranks=tuple(range(len(gradients))), options=adam, step=step)]
-    kernel.update(memory, gradients, segments, 0.5, quiet)
+    kernel.update(memory, gradients, segments, 0.5)
     return memory
 
 
@@ -251,7 +247,7 @@ def test_a_segment_without_gradients_stays_as_it_is() -> None:
     count = 4 * BLOCK
     memory, untouched = make_memory(count, "int8"), make_memory(count, "int8")
     segments = [Segment(offset=BLOCK, length=BLOCK, ranks=(0,), options=ADAMW, step=2)]
-    native.NativeKernel().update(memory, gradients_of(count, 1, torch.bfloat16), segments, 1.0, quiet)
+    native.NativeKernel().update(memory, gradients_of(count, 1, torch.bfloat16), segments, 1.0)
     for now, then in zip(fields(memory), fields(untouched), strict=True):
         each = now.numel() // 4
         assert torch.equal(now[:each], then[:each])

@@ -54,10 +54,6 @@ FLAVOURS = {
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def quiet(done: int, total: int) -> None:
-    """Nobody asks for progress."""
-
-
 def make_memory(count: int, params: torch.dtype | None = torch.bfloat16, seed: int = 0) -> AdamMemory:
     """A shard in the middle of a training."""
     random = torch.Generator().manual_seed(seed)
@@ -102,7 +98,7 @@ def updated(
     **memory: Any,
 ) -> AdamMemory:
     made = make_memory(gradients[0].numel(), **memory)
-    kernel.update(made, gradients, segments, scale, quiet, limit=limit)
+    kernel.update(made, gradients, segments, scale, limit=limit)
     return made
 
 
@@ -130,8 +126,8 @@ def test_it_agrees_with_the_other_kernels(isa: str, dtype: torch.dtype, flavour:
     for step in range(1, 6):
         gradients = make_gradients(count, 2, dtype, seed=step)
         segments = [Segment(offset=0, length=count, ranks=(0, 1), options=options, step=step)]
-        kernel.update(ours, gradients, segments, 0.5, quiet, limit=limit)
-        other.update(theirs, gradients, segments, 0.5, quiet, limit=limit)
+        kernel.update(ours, gradients, segments, 0.5, limit=limit)
+        other.update(theirs, gradients, segments, 0.5, limit=limit)
     for name in ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
         torch.testing.assert_close(getattr(ours, name), getattr(theirs, name), atol=1.2e-6, rtol=0.0, msg=name)
     assert ours.params is not None
@@ -150,8 +146,8 @@ def test_its_bits_are_those_of_torchs_fused_kernel(isa: str, flavour: str, limit
     for step in (1, 2, 3, 1000):
         gradients = make_gradients(count, 9, torch.bfloat16, seed=step)
         segments = [Segment(offset=0, length=count, ranks=tuple(range(9)), options=options, step=step)]
-        native.NativeKernel(isa=isa).update(ours, gradients, segments, 1 / 9, quiet, limit=limit)
-        TorchKernel().update(theirs, gradients, segments, 1 / 9, quiet, limit=limit)
+        native.NativeKernel(isa=isa).update(ours, gradients, segments, 1 / 9, limit=limit)
+        TorchKernel().update(theirs, gradients, segments, 1 / 9, limit=limit)
         assert same_bits(ours, theirs)
 
 
@@ -189,7 +185,7 @@ def test_every_half_precision_number_is_read_as_torch_reads_it(isa: str) -> None
         gradient = torch.where(finite, gradient, torch.zeros((), dtype=dtype))
         memory = make_memory(1 << 16)
         memory.exp_avg.zero_()
-        native.NativeKernel(isa=isa).update(memory, [gradient], [segment(1 << 16, options=still)], 1.0, quiet)
+        native.NativeKernel(isa=isa).update(memory, [gradient], [segment(1 << 16, options=still)], 1.0)
         assert torch.equal(memory.exp_avg, gradient.float())
 
 
@@ -205,7 +201,7 @@ def test_any_master_is_rounded_as_torch_rounds_it(isa: str, dtype: torch.dtype) 
     master = master[: master.numel() // 64 * 64].clone()
     memory = replace(make_memory(master.numel(), params=dtype), master=master.clone())
     gradient = torch.zeros(master.numel(), dtype=torch.bfloat16)
-    native.NativeKernel(isa=isa).update(memory, [gradient], [segment(master.numel(), options=still)], 1.0, quiet)
+    native.NativeKernel(isa=isa).update(memory, [gradient], [segment(master.numel(), options=still)], 1.0)
     assert memory.params is not None
     want, number = master.to(dtype), ~master.isnan()
     assert torch.equal(memory.params[number].view(torch.int16), want[number].view(torch.int16))
@@ -331,19 +327,6 @@ def test_no_number_of_threads_changes_a_bit(isa: str) -> None:
         assert same_bits(alone, updated(native.NativeKernel(threads=threads, isa=isa), gradients, segments))
 
 
-def test_progress_is_reported_and_stretches_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    count = 64 * 40
-    gradients = make_gradients(count, 1, torch.bfloat16)
-    whole = updated(native.NativeKernel(), gradients, [segment(count)])
-    monkeypatch.setattr(native, "STRETCH", 64 * 9)
-    memory, seen = make_memory(count), list[tuple[int, int]]()
-    native.NativeKernel().update(
-        memory, gradients, [segment(count)], 0.37, lambda *tile: seen.append(tile), limit=LIMIT
-    )
-    assert seen == [(i, 5) for i in range(1, 6)]
-    assert same_bits(whole, memory)
-
-
 @pytest.mark.parametrize("isa", ISAS)
 def test_memory_at_any_address_gives_the_same_bits(isa: str) -> None:
     count = 64 * 7
@@ -358,7 +341,7 @@ def test_memory_at_any_address_gives_the_same_bits(isa: str) -> None:
             }
         )
         moved = [torch.cat([g.new_zeros(shift), g])[shift:] for g in gradients]
-        native.NativeKernel(isa=isa).update(shifted, moved, [segment(count, (0, 1))], 0.37, quiet, limit=LIMIT)
+        native.NativeKernel(isa=isa).update(shifted, moved, [segment(count, (0, 1))], 0.37, limit=LIMIT)
         assert same_bits(want, shifted)
 
 
@@ -371,7 +354,7 @@ def test_subnormals_are_kept_even_where_the_thread_flushes_them() -> None:
         assert torch.set_flush_denormal(flush)
         try:
             gradients = [torch.full((count,), 1e-19)]
-            native.NativeKernel().update(memory, gradients, [segment(count, options=still)], 1.0, quiet)
+            native.NativeKernel().update(memory, gradients, [segment(count, options=still)], 1.0)
             flushes = float(torch.full((64,), 1e-38).mul_(0.1).view(torch.int32)[0]) == 0.0
         finally:
             torch.set_flush_denormal(False)
@@ -463,7 +446,7 @@ def test_a_sum_that_overflows_is_not_finite() -> None:
 )
 def test_what_c_would_misread_is_refused_by_name(gradient: Tensor, named: str) -> None:
     with pytest.raises(UnsupportedError, match=named):
-        native.NativeKernel().update(make_memory(128), [gradient], [segment(128)], 1.0, quiet)
+        native.NativeKernel().update(make_memory(128), [gradient], [segment(128)], 1.0)
 
 
 def test_memory_that_does_not_fit_is_refused_by_name() -> None:
@@ -475,9 +458,9 @@ def test_memory_that_does_not_fit_is_refused_by_name() -> None:
         (replace(memory, max_exp_avg_sq=None), FLAVOURS["amsgrad"], "amsgrad"),
     ]:
         with pytest.raises(UnsupportedError, match=named):
-            kernel.update(wrong, gradients, [segment(128, options=options)], 1.0, quiet)
+            kernel.update(wrong, gradients, [segment(128, options=options)], 1.0)
     with pytest.raises(UnsupportedError, match="two segments have element 64"):
-        kernel.update(memory, gradients, [segment(128), segment(64, offset=64)], 1.0, quiet)
+        kernel.update(memory, gradients, [segment(128), segment(64, offset=64)], 1.0)
 
 
 def test_an_instruction_set_that_does_not_run_here_is_refused_by_name() -> None:
@@ -534,11 +517,11 @@ def test_a_forked_process_has_helpers_of_its_own() -> None:
     count = 40 * native.TILE
     gradients, kernel = make_gradients(count, 1, torch.bfloat16), native.NativeKernel(threads=3)
     mine, childs = make_memory(count), make_memory(count)
-    kernel.update(mine, gradients, [segment(count)], 0.5, quiet)
+    kernel.update(mine, gradients, [segment(count)], 0.5)
     reading, writing = os.pipe()
     child = os.fork()
     if not child:  # no torch operation here: its own threads do not outlive a fork
-        kernel.update(childs, gradients, [segment(count)], 0.5, quiet)
+        kernel.update(childs, gradients, [segment(count)], 0.5)
         os.write(
             writing, hashlib.sha256(childs.master.numpy()).digest() + bytes([LIBRARY.team_size(kernel._team.address)])
         )

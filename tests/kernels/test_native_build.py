@@ -31,7 +31,7 @@ options = AdamOptions(lr=0.5, beta1=0.9, beta2=0.999, eps=0.0, weight_decay=0.0)
 choose_kernel("auto")
 kernel = choose_kernel("auto")
 segment = Segment(offset=0, length=64, ranks=(0,), options=options, step=1)
-kernel.update(memory, [torch.ones(64)], [segment], 1.0, lambda done, total: None)
+kernel.update(memory, [torch.ones(64)], [segment], 1.0)
 print(kernel.name, float(memory.params[63]))
 """
 

@@ -39,7 +39,7 @@ def make_memory(params: torch.dtype, moments: str, *, amsgrad: bool = False) -> 
     memory = AdamMemory(master=master, max_exp_avg_sq=square.abs() if amsgrad else None, params=published, **kept)
     gradients = [torch.zeros(COUNT)]
     still = [Segment(offset=0, length=COUNT, ranks=(0,), options=replace(OPTIONS, lr=0.0, weight_decay=0.0), step=1)]
-    native.NativeKernel().update(memory, gradients, still, 1.0, lambda *_: None)  # rounds a NaN as it does
+    native.NativeKernel().update(memory, gradients, still, 1.0)  # rounds a NaN as it does
     return memory
 
 
@@ -62,9 +62,9 @@ def test_what_is_noted_is_what_changed(
     off, on = (make_memory(params, moments, amsgrad=moments == "amsgrad") for _ in range(2))
     assert on.params is not None
     before, changed = on.params.clone(), torch.zeros(COUNT // 8, dtype=torch.uint8)
-    native.NativeKernel(isa=isa, threads=1).update(off, gradients, segments, 0.5, lambda *_: None)
+    native.NativeKernel(isa=isa, threads=1).update(off, gradients, segments, 0.5)
     noting = replace(on, changed=changed)
-    native.NativeKernel(isa=isa, threads=3).update(noting, gradients, segments, 0.5, lambda *_: None)
+    native.NativeKernel(isa=isa, threads=3).update(noting, gradients, segments, 0.5)
     for name in ("master", "exp_avg", "exp_avg_sq", "params"):
         assert torch.equal(getattr(off, name).view(torch.uint8), getattr(on, name).view(torch.uint8)), name
     assert torch.equal(changed, compare(before, on.params))

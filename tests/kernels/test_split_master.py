@@ -101,8 +101,8 @@ def test_an_update_gives_the_bits_of_plain_masters(
         changed=changed,
     )
     before = kept.params.clone()
-    native.NativeKernel(isa=isa, threads=1).update(plain, gradients, segments, 0.5, lambda *_: None, limit=1.0)
-    native.NativeKernel(isa=isa, threads=3).update(divided, gradients, segments, 0.5, lambda *_: None, limit=1.0)
+    native.NativeKernel(isa=isa, threads=1).update(plain, gradients, segments, 0.5, limit=1.0)
+    native.NativeKernel(isa=isa, threads=3).update(divided, gradients, segments, 0.5, limit=1.0)
     assert plain.params is not None
     assert torch.equal(kept.params.view(torch.int16), plain.params.view(torch.int16))
     assert torch.equal(kept.read(0, COUNT).view(torch.int32), plain.master.view(torch.int32))
@@ -121,4 +121,4 @@ def test_what_cannot_be_split_is_refused() -> None:
     )
     segment = Segment(offset=0, length=64, ranks=(0,), options=OPTIONS, step=1)
     with pytest.raises(UnsupportedError, match="a split master needs parameters in bf16 and moments in fp32"):
-        native.NativeKernel().update(memory, [zeros], [segment], 1.0, lambda *_: None)
+        native.NativeKernel().update(memory, [zeros], [segment], 1.0)

@@ -26,7 +26,7 @@ from rayzero.owner.gradients.landing import Landing
 from rayzero.owner.memory import HostMemory
 from rayzero.owner.owned_model import OwnerTerms
 from rayzero.owner.service import ShardService
-from rayzero.owner.shard import Task, Updater, allocate
+from rayzero.owner.shard import OwnedShard, ShardWork, Task, Updater, allocate
 from rayzero.protocol.messages import MASTER, Action, FileEntry, Norm, Published, Record, Write
 from rayzero.telemetry.names import OPTIMIZER_PARAMS
 from rayzero.telemetry.recorder import MemoryRecorder
@@ -168,6 +168,24 @@ def test_reads_of_a_version_under_update_are_refused() -> None:
         assert owner.service.read(1, 0, "compute").done()  # decided, but not touched yet
         assert owner.service.describe(5).startswith("v0 is published, the next update is queued")
         gate.release()
+
+
+def test_waits_are_told_which_shard_is_updated() -> None:
+    told: list[tuple[str, str]] = []
+    with owner_of(make_spec(1)) as owner:
+        rule = owner.service._attached().model.rule
+        update = rule.update
+
+        def updated(owned: OwnedShard, work: ShardWork) -> None:
+            told.append((owner.service.describe(owned.shard.index), owner.service.describe(10)))
+            update(owned, work)
+
+        rule.update = updated  # type: ignore[method-assign]
+        owner.take_step([random_grads(owner.spec, 1)])
+        owner.read(10, 1)
+        first = owner.service.shard(0).unit.name
+    assert told[0] == (f"updating {first} shard 0", f"updating {first} shard 0 first")
+    assert told[10][1] == told[10][0]
 
 
 # ---- rule 5: decisions

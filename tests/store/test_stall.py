@@ -22,7 +22,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_a_wait_without_progress_fails_and_says_who_waits_for_what(clock: Clock) -> None:
-    doing = "updating tile 310/512"
+    doing = "updating layers.6 shard 310"
     watch = StallWatch("rank 1", 10.0, poll_s=None)
     future: Future[None] = watch.watch(Future(), "layers.7 v42 from optimizer 2", lambda _: settled(doing))
     watch.check_all()
@@ -32,7 +32,7 @@ def test_a_wait_without_progress_fails_and_says_who_waits_for_what(clock: Clock)
     clock.now += 3.0
     watch.check_all()
     with pytest.raises(
-        StallError, match=r"^rank 1 waits 12 s for layers.7 v42 from optimizer 2: updating tile 310/512$"
+        StallError, match=r"^rank 1 waits 12 s for layers.7 v42 from optimizer 2: updating layers.6 shard 310$"
     ):
         future.result(0)
 
@@ -74,9 +74,9 @@ def test_a_peer_that_falls_silent_is_noticed_within_one_and_a_half_timeouts(cloc
     thread would: it sleeps between passes, and a pass in which nobody answers lasts as long as an answer may."""
     watch, peer = StallWatch("rank 1", timeout_s, poll_s=None), Peer(clock)
     future: Future[None] = watch.watch(Future(), "the norm of step 3", peer.describe)
-    for tile in range(40):  # it works for a while, longer than the timeout
+    for shard in range(40):  # it works for a while, longer than the timeout
         clock.now += timeout_s / 8
-        peer.says = f"updating tile {tile}"
+        peer.says = f"updating layers.6 shard {shard}"
         watch.check_all()
     stopped = clock.now
     while not future.done():

@@ -19,10 +19,9 @@ class ReferenceKernel(Kernel):
     name = "reference"
 
     def run(self, update: AdamUpdate) -> None:
-        """See ``Kernel.update``. Each segment is one tile."""
-        for done, segment in enumerate(update.segments, 1):
+        """See ``Kernel.update``."""
+        for segment in update.segments:
             self._update(update, segment)
-            update.on_tile(done, len(update.segments))
 
     def _update(self, update: AdamUpdate, segment: Segment) -> None:
         memory, start, stop = update.memory, segment.offset, segment.offset + segment.length
