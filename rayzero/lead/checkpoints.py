@@ -153,7 +153,9 @@ class CheckpointRequests:
         have heard of it."""
         with self._lock:
             had = self._owed.pop(rank, None)
-        return had.outcome if had is not None and (had.step, had.directory) == (step, str(directory)) else None
+        if had is None or (had.step, had.directory) != (step, str(directory)):
+            return None
+        return had.checkpoint or had.failure
 
     def go_on(self, ended: Mapping[int, EndedSave | None], begun: Mapping[int, BegunSave | None]) -> None:
         """Begin with what ranks have heard from a former life of the lead. ``ended``: by rank, the last save of which
@@ -163,8 +165,8 @@ class CheckpointRequests:
         newest = max(known, key=lambda saved: saved.number) if known else None
         with self._lock:
             self._resumes = True
-            if newest is not None and isinstance(newest.outcome, CheckpointInfo):  # for ranks that die after this
-                self._made = {(newest.step, Path(newest.directory)): newest.outcome}
+            if newest is not None and newest.checkpoint is not None:  # for ranks that die after this
+                self._made = {(newest.step, Path(newest.directory)): newest.checkpoint}
             for rank, saved in ended.items():
                 if newest is not None and (saved is None or saved.number < newest.number):
                     self._owed[rank] = newest

@@ -159,8 +159,8 @@ class StepLead:
                     self._answer(future, asked.norm, self._nonfinite(self._attempt))
         self._writes.go_on(self._attempt.step, *writes_made(steps))
         for rank, each in histories.items():
-            for number, given in each.means:
-                self._means.know(rank, number, given)
+            for mean in each.means:
+                self._means.know(rank, mean.number, mean.given)
         self._end_means()
         everyone = range(self._spec.world_size)
         self._checkpoints.go_on(

@@ -28,7 +28,7 @@ from rayzero.errors import ConfigError, RayZeroError, StoreClosedError, Unsuppor
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.records import Sha256, Whole
 
-PROTOCOL_VERSION = 20
+PROTOCOL_VERSION = 21
 
 # Tensor kinds to fetch or write; the name of an optimizer state, such as "exp_avg", is one too.
 COMPUTE = "compute"  # the published parameters, in the unit's dtype
@@ -439,13 +439,22 @@ class StepHistory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GivenMean:
+    """What a rank gave to a mean."""
+
+    number: int  # the rank's counter of means
+    given: MeanInput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EndedSave:
-    """A checkpoint that a rank asked for, and what came of it."""
+    """A checkpoint that a rank asked for, and what came of it: a complete one, or a failure."""
 
     number: int  # the rank's counter of saves
     step: int
     directory: str
-    outcome: CheckpointInfo | RayZeroError
+    checkpoint: CheckpointInfo | None = None  # it is complete
+    failure: RayZeroError | None = None  # it failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -462,7 +471,7 @@ class LeadHistory:
     """What a rank has asked a lead that has died, and been answered: the lead's successor goes on from there."""
 
     steps: tuple[StepHistory, ...] = ()  # those that may not be decided, ascending
-    means: tuple[tuple[int, MeanInput], ...] = ()  # the last that it asked for, by number
+    means: tuple[GivenMean, ...] = ()  # the last that it asked for
     saved: EndedSave | None = None  # the last one that has ended
     begun: BegunSave | None = None  # the last one that was begun beside the training, and perhaps has ended
 

@@ -17,6 +17,7 @@ from rayzero.protocol.messages import (
     AttemptHistory,
     CheckpointInfo,
     EndedSave,
+    GivenMean,
     LeadHistory,
     MeanInput,
     ModelSpec,
@@ -82,7 +83,7 @@ def test_no_call_is_taken_before_every_rank_has_been_heard(lead: StepLead, spec:
     norm, mean = lead.finish(report(0), inputs()), lead.mean(0, 1, given)
     assert lead.describe() == "rank 1 has not said how far it was with the lead that died"
     assert not norm.done()
-    lead.attach(1, spec, history=LeadHistory(means=((1, given),)))
+    lead.attach(1, spec, history=LeadHistory(means=(GivenMean(number=1, given=given),)))
     assert mean.result(WAIT) == (1.0,)
     assert lead.finish(report(1), inputs()).result(WAIT) == norm.result(WAIT)
 
@@ -90,7 +91,7 @@ def test_no_call_is_taken_before_every_rank_has_been_heard(lead: StepLead, spec:
 def test_a_mean_that_a_rank_had_before_is_no_call_that_others_have_to_make(lead: StepLead, spec: ModelSpec) -> None:
     """Rank 1 had it, too, in a life that is over."""
     given = MeanInput(names=(), shape=(), values=(1.0,), weight=1.0)
-    lead.attach(0, spec, history=LeadHistory(means=((1, given),)))
+    lead.attach(0, spec, history=LeadHistory(means=(GivenMean(number=1, given=given),)))
     lead.attach(1, spec)
     norm = lead.finish(report(1), None)
     assert lead.describe().startswith("rank 0 has not finished step 0")
@@ -100,7 +101,7 @@ def test_a_mean_that_a_rank_had_before_is_no_call_that_others_have_to_make(lead:
 def test_a_mean_that_a_dead_rank_had_is_made_again_for_others(lead: StepLead, spec: ModelSpec) -> None:
     """Rank 1 has had it and has gone on, and then has died with the lead: its new life says what it had given."""
     given = [MeanInput(names=(), shape=(), values=(value,), weight=1.0) for value in (1.0, 3.0)]
-    lead.attach(0, spec, history=LeadHistory(means=((1, given[0]),)))
+    lead.attach(0, spec, history=LeadHistory(means=(GivenMean(number=1, given=given[0]),)))
     lead.attach(1, spec)
     asked = lead.mean(0, 1, given[0])
     assert not asked.done()
@@ -239,7 +240,8 @@ def test_the_end_of_a_save_reaches_ranks_that_have_not_heard(
     lead: StepLead, spec: ModelSpec, outcome: CheckpointInfo | CheckpointWriteError, tmp_path: Path
 ) -> None:
     directory = tmp_path / checkpoint_name(0)
-    saved = EndedSave(number=3, step=0, directory=str(directory), outcome=outcome)
+    made, error = (outcome, None) if isinstance(outcome, CheckpointInfo) else (None, outcome)
+    saved = EndedSave(number=3, step=0, directory=str(directory), checkpoint=made, failure=error)
     lead.attach(0, spec, history=LeadHistory(saved=saved))
     lead.attach(1, spec, history=SILENT)
     asked = lead.save(1, 0, directory, ())
@@ -258,7 +260,9 @@ def test_a_rank_that_dies_after_it_was_heard_asks_again_for_a_checkpoint_that_is
     directory, made = tmp_path / checkpoint_name(0), CheckpointInfo(path="p", step=0, digest="d")
     for rank in range(2):
         lead.attach(
-            rank, spec, history=LeadHistory(saved=EndedSave(number=1, step=0, directory=str(directory), outcome=made))
+            rank,
+            spec,
+            history=LeadHistory(saved=EndedSave(number=1, step=0, directory=str(directory), checkpoint=made)),
         )
     lead.lose(1)
     lead.attach(1, spec)

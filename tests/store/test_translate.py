@@ -101,7 +101,7 @@ def through_bytes(name: str, value: Any) -> Any:
         return from_pb(value.step, pb.CollectResponse.FromString(to_pb(value).SerializeToString()))
     if name == "reports":
         return from_pb(pb.Reports.FromString(group.SerializeToString()) for group in to_pb(value))
-    message = to_pb(value, 3) if name == "history" else to_pb(value)
+    message = to_pb(value)
     return from_pb(type(message).FromString(message.SerializeToString()))
 
 
@@ -119,16 +119,13 @@ def test_every_translation_is_tested() -> None:
     assert public == set(TRANSLATED)
 
 
-def test_a_history_says_whose_it_is() -> None:
-    """Also an error, which the property leaves out: no two are equal."""
+def test_a_history_has_the_error_of_a_save() -> None:
+    """The property leaves errors out: no two are equal."""
     report = FinishReport(step=1, attempt=1, rank=3, counts=(2, 0), clamp=Clamp(scale=0.0, limit=0.0))
     attempt = AttemptHistory(reports=(report, replace(report, clamp=None)), inputs=StepInputs(edits=(), hyper=()))
-    ended = EndedSave(number=0, step=0, directory="", outcome=RankLeftError("rank 1 left"))
-    history = LeadHistory(
-        steps=(StepHistory(step=1, attempt=attempt),), means=((7, MeanInput(values=(1.5,), weight=2.0)),), saved=ended
-    )
+    ended = EndedSave(number=0, step=0, directory="", failure=RankLeftError("rank 1 left"))
+    history = LeadHistory(steps=(StepHistory(step=1, attempt=attempt),), saved=ended)
     assert repr(through_bytes("history", history)) == repr(history)
-    assert translate.history_to_pb(history, 3).means[0].rank == 3
 
 
 DECISION = {"action": pb.ACTION_APPLY, "hyper": b"[]"}

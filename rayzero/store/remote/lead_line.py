@@ -8,6 +8,7 @@ again, but other ranks may still wait for the same answer: so the successor of a
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -25,6 +26,7 @@ from rayzero.protocol.messages import (
     EndedSave,
     FileEntry,
     FinishReport,
+    GivenMean,
     LeadHistory,
     MeanInput,
     Norm,
@@ -53,7 +55,7 @@ class NotedCalls:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._steps: dict[int, StepHistory] = {}  # freed by: a later step's norm, or the decision
-        self._means: dict[int, MeanInput] = {}  # by number
+        self._means: deque[GivenMean] = deque(maxlen=_MEANS)
         self._saved: EndedSave | None = None
         self._begun: BegunSave | None = None
 
@@ -61,7 +63,7 @@ class NotedCalls:
         """All of it."""
         with self._lock:
             steps = tuple(self._steps[step] for step in sorted(self._steps))
-            return LeadHistory(steps=steps, means=tuple(self._means.items()), saved=self._saved, begun=self._begun)
+            return LeadHistory(steps=steps, means=tuple(self._means), saved=self._saved, begun=self._begun)
 
     # ---- calls
 
@@ -82,8 +84,7 @@ class NotedCalls:
     def mean(self, number: int, given: MeanInput) -> None:
         """The rank asks for a mean."""
         with self._lock:
-            self._means[number] = given
-            self._means.pop(number - _MEANS, None)
+            self._means.append(GivenMean(number=number, given=given))
 
     def _step(self, step: int) -> StepHistory:
         return self._steps.get(step) or StepHistory(step=step)
@@ -120,15 +121,15 @@ class NotedCalls:
             self._steps = {step: each for step, each in self._steps.items() if step > write.version}
             self._steps[write.version] = replace(before, written=(*before.written, write))
 
-    def begun(self, number: int, step: int, directory: Path) -> None:
+    def begun(self, save: BegunSave) -> None:
         """A save has begun, and the training goes on."""
         with self._lock:
-            self._begun = BegunSave(number=number, step=step, directory=str(directory))
+            self._begun = save
 
-    def saved(self, number: int, step: int, directory: Path, outcome: CheckpointInfo | RayZeroError) -> None:
+    def saved(self, save: EndedSave) -> None:
         """A save has ended."""
         with self._lock:
-            self._saved = EndedSave(number=number, step=step, directory=str(directory), outcome=outcome)
+            self._saved = save
 
 
 class RemoteLead(LeadLine):
@@ -195,7 +196,8 @@ class RemoteLead(LeadLine):
         self, awaited: str, number: int, step: int, directory: Path, files: tuple[FileEntry, ...]
     ) -> Future[None]:
         request = self._save_request(number, step, directory, files)
-        return self._ask(awaited, "BeginSave", request, lambda _: self._noted.begun(number, step, directory))
+        begun = BegunSave(number=number, step=step, directory=str(directory))
+        return self._ask(awaited, "BeginSave", request, lambda _: self._noted.begun(begun))
 
     def _save_request(
         self, number: int, step: int, directory: Path, files: tuple[FileEntry, ...], *, begun: bool = False
@@ -210,11 +212,14 @@ class RemoteLead(LeadLine):
     ) -> Future[CheckpointInfo]:
         saved = Future[CheckpointInfo]()
         request = self._save_request(number, step, directory, files, begun=begun)
+        save = partial(EndedSave, number=number, step=step, directory=str(directory))
 
         def ended(answer: Future[CheckpointInfo]) -> None:
             error = answer.exception()
-            if error is None or isinstance(error, RayZeroError):
-                self._noted.saved(number, step, directory, error or answer.result())
+            if error is None:
+                self._noted.saved(save(checkpoint=answer.result()))
+            elif isinstance(error, RayZeroError):
+                self._noted.saved(save(failure=error))
             chain(answer, saved)
 
         asked = self._ask(awaited, "Save", request, lambda answer: translate.checkpoint_from_pb(answer.checkpoint))
@@ -257,7 +262,7 @@ class RemoteLead(LeadLine):
             self._answers.submit(lambda: None).result()
         except RuntimeError:  # shut down by close()
             raise StoreClosedError(f"rank {self._rank} closed its store") from None
-        return translate.history_to_pb(self._noted.history(), self._rank)
+        return translate.history_to_pb(self._noted.history())
 
     def describe(self, timeout_s: float) -> Future[str]:
         """Ask the lead what it waits for; does not block. The future ends within ``timeout_s`` seconds."""

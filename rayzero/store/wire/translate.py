@@ -23,11 +23,9 @@ from rayzero import errors
 from rayzero.concurrency.processes import ProcessIdentity
 from rayzero.errors import RayZeroError, StoreError, TransferError
 from rayzero.protocol.messages import (
-    BegunSave,
     CheckpointInfo,
     Contribution,
     Decision,
-    EndedSave,
     FileEntry,
     FinishReport,
     LeadHistory,
@@ -39,7 +37,6 @@ from rayzero.protocol.messages import (
     Published,
     Record,
     SharedPaths,
-    StepHistory,
     StepInputs,
     Write,
     canonical_json,
@@ -54,6 +51,43 @@ M = TypeVar("M", bound=Message)
 _Call = Callable[[Any], Any]
 
 MOST_RANKS = 1 << 20  # a run of ranks is two numbers on the wire, but an object for each rank here
+
+
+# ---- errors
+
+MAX_MESSAGE_CHARS = 8192  # of an error's text; the metadata of a call is no place for more
+
+_BY_NAME = {
+    cls.__name__: cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, RayZeroError)
+}
+
+
+def named_error(name: str, message: str) -> RayZeroError:
+    """A RayZeroError by class name; an unknown name gives a ``StoreError`` that contains it."""
+    if name in _BY_NAME:
+        return _BY_NAME[name](message)
+    return StoreError(f"{name}: {message}")
+
+
+def to_failure(error: RayZeroError) -> pb.Failure:
+    """An error as a message: of the public class that it is of."""
+    name = next(cls.__name__ for cls in type(error).__mro__ if cls.__name__ in _BY_NAME)
+    return pb.Failure(error=name, message=str(error)[:MAX_MESSAGE_CHARS])
+
+
+def failure_within(error: RayZeroError, most_bytes: int) -> bytes:
+    """An error as a message of so many bytes at most: its text may be cut."""
+    failure = to_failure(error)
+    over = failure.ByteSize() - most_bytes
+    if over > 0:
+        text = failure.message.encode()
+        failure.message = text[: max(0, len(text) - over)].decode(errors="ignore")
+    return bytes(failure.SerializeToString())
+
+
+def from_failure(failure: pb.Failure) -> RayZeroError:
+    """The inverse of :func:`to_failure`."""
+    return named_error(failure.error, failure.message)
 
 
 # ---- by the names and types of fields
@@ -103,7 +137,10 @@ def _field(name: str, hint: Any, field: Any) -> tuple[_Call | None, _Call | None
 
 
 def _value(kind: Any, field: Any) -> tuple[_Call | None, _Call | None]:
-    """What makes of one value of ours one of protobuf's, and the inverse: messages, enums by name, JSON in bytes."""
+    """What makes of one value of ours one of protobuf's, and the inverse: messages, errors, enums by name, JSON in
+    bytes."""
+    if kind is RayZeroError:
+        return to_failure, from_failure
     if field.message_type is not None:
         return _alike(kind, GetMessageClass(field.message_type))
     if field.enum_type is not None:
@@ -152,8 +189,7 @@ decision_to_pb, decision_from_pb = _alike(Decision, pb.Decision)
 file_to_pb, file_from_pb = _alike(FileEntry, pb.FileEntry)
 paths_to_pb, paths_from_pb = _alike(SharedPaths, pb.SharedFiles)
 published_to_pb, published_from_pb = _alike(Published, pb.NoticesResponse.Published)
-_step_to_pb, _step_from_pb = _alike(StepHistory, pb.LeadHistory.Step)
-_begun_to_pb, _begun_from_pb = _alike(BegunSave, pb.LeadHistory.Begun)
+history_to_pb, history_from_pb = _alike(LeadHistory, pb.LeadHistory)
 _given_to_pb, mean_from_pb = _alike(MeanInput, pb.MeanRequest)  # without rank and number
 
 
@@ -237,78 +273,6 @@ def mean_to_pb(rank: int, number: int, given: MeanInput, *, former: bool = False
     request = _given_to_pb(given)
     request.rank, request.number, request.former = rank, number, former
     return request
-
-
-def history_to_pb(history: LeadHistory, rank: int) -> pb.LeadHistory:
-    """Of a rank, by number."""
-    return pb.LeadHistory(
-        steps=map(_step_to_pb, history.steps),
-        means=[mean_to_pb(rank, number, given) for number, given in history.means],
-        saved=None if history.saved is None else _ended_to_pb(history.saved),
-        begun=None if history.begun is None else _begun_to_pb(history.begun),
-    )
-
-
-def history_from_pb(history: pb.LeadHistory) -> LeadHistory:
-    """The inverse of :func:`history_to_pb`, without the rank."""
-    return LeadHistory(
-        steps=tuple(map(_step_from_pb, history.steps)),
-        means=tuple((each.number, mean_from_pb(each)) for each in history.means),
-        saved=_ended_from_pb(history.saved) if history.HasField("saved") else None,
-        begun=_begun_from_pb(history.begun) if history.HasField("begun") else None,
-    )
-
-
-def _ended_to_pb(saved: EndedSave) -> pb.LeadHistory.Saved:
-    message = pb.LeadHistory.Saved(number=saved.number, step=saved.step, directory=saved.directory)
-    if isinstance(saved.outcome, CheckpointInfo):
-        message.checkpoint.CopyFrom(checkpoint_to_pb(saved.outcome))
-    else:
-        message.failure.CopyFrom(to_failure(saved.outcome))
-    return message
-
-
-def _ended_from_pb(saved: pb.LeadHistory.Saved) -> EndedSave:
-    is_complete = saved.HasField("checkpoint")
-    outcome = checkpoint_from_pb(saved.checkpoint) if is_complete else from_failure(saved.failure)
-    return EndedSave(number=saved.number, step=saved.step, directory=saved.directory, outcome=outcome)
-
-
-# ---- errors
-
-MAX_MESSAGE_CHARS = 8192  # of an error's text; the metadata of a call is no place for more
-
-_BY_NAME = {
-    cls.__name__: cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, RayZeroError)
-}
-
-
-def named_error(name: str, message: str) -> RayZeroError:
-    """A RayZeroError by class name; an unknown name gives a ``StoreError`` that contains it."""
-    if name in _BY_NAME:
-        return _BY_NAME[name](message)
-    return StoreError(f"{name}: {message}")
-
-
-def to_failure(error: RayZeroError) -> pb.Failure:
-    """An error as a message: of the public class that it is of."""
-    name = next(cls.__name__ for cls in type(error).__mro__ if cls.__name__ in _BY_NAME)
-    return pb.Failure(error=name, message=str(error)[:MAX_MESSAGE_CHARS])
-
-
-def failure_within(error: RayZeroError, most_bytes: int) -> bytes:
-    """An error as a message of so many bytes at most: its text may be cut."""
-    failure = to_failure(error)
-    over = failure.ByteSize() - most_bytes
-    if over > 0:
-        text = failure.message.encode()
-        failure.message = text[: max(0, len(text) - over)].decode(errors="ignore")
-    return bytes(failure.SerializeToString())
-
-
-def from_failure(failure: pb.Failure) -> RayZeroError:
-    """The inverse of :func:`to_failure`."""
-    return named_error(failure.error, failure.message)
 
 
 # ---- packed once for many

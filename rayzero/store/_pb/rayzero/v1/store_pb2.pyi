@@ -246,6 +246,13 @@ class LeadHistory(_message.Message):
         attempt: LeadHistory.Attempt
         written: _containers.RepeatedCompositeFieldContainer[Write]
         def __init__(self, step: _Optional[int] = ..., discards: _Optional[int] = ..., discarded: _Optional[_Union[LeadHistory.Attempt, _Mapping]] = ..., attempt: _Optional[_Union[LeadHistory.Attempt, _Mapping]] = ..., written: _Optional[_Iterable[_Union[Write, _Mapping]]] = ...) -> None: ...
+    class Mean(_message.Message):
+        __slots__ = ("number", "given")
+        NUMBER_FIELD_NUMBER: _ClassVar[int]
+        GIVEN_FIELD_NUMBER: _ClassVar[int]
+        number: int
+        given: MeanRequest
+        def __init__(self, number: _Optional[int] = ..., given: _Optional[_Union[MeanRequest, _Mapping]] = ...) -> None: ...
     class Saved(_message.Message):
         __slots__ = ("number", "step", "directory", "checkpoint", "failure")
         NUMBER_FIELD_NUMBER: _ClassVar[int]
@@ -273,10 +280,10 @@ class LeadHistory(_message.Message):
     SAVED_FIELD_NUMBER: _ClassVar[int]
     BEGUN_FIELD_NUMBER: _ClassVar[int]
     steps: _containers.RepeatedCompositeFieldContainer[LeadHistory.Step]
-    means: _containers.RepeatedCompositeFieldContainer[MeanRequest]
+    means: _containers.RepeatedCompositeFieldContainer[LeadHistory.Mean]
     saved: LeadHistory.Saved
     begun: LeadHistory.Begun
-    def __init__(self, steps: _Optional[_Iterable[_Union[LeadHistory.Step, _Mapping]]] = ..., means: _Optional[_Iterable[_Union[MeanRequest, _Mapping]]] = ..., saved: _Optional[_Union[LeadHistory.Saved, _Mapping]] = ..., begun: _Optional[_Union[LeadHistory.Begun, _Mapping]] = ...) -> None: ...
+    def __init__(self, steps: _Optional[_Iterable[_Union[LeadHistory.Step, _Mapping]]] = ..., means: _Optional[_Iterable[_Union[LeadHistory.Mean, _Mapping]]] = ..., saved: _Optional[_Union[LeadHistory.Saved, _Mapping]] = ..., begun: _Optional[_Union[LeadHistory.Begun, _Mapping]] = ...) -> None: ...
 
 class SharedFiles(_message.Message):
     __slots__ = ("control", "tensors", "places")
