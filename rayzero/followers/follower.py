@@ -8,14 +8,17 @@ import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from rayzero.errors import ConfigError, StallError, StoreClosedError, VersionGoneError
 from rayzero.followers.held_version import Declared, FollowerStats, HeldVersion, Names, OwnNames, Shards, Tally
 from rayzero.layout.model_layout import ModelLayout, loses_bits
+
+_T = TypeVar("_T")
 
 WAIT_S = 600.0
 _QUICKEST_S, _SLOWEST_S = 0.001, 0.02  # between two looks
@@ -136,35 +139,27 @@ class Follower:
         dtype of training. None: the newest. A version that is not published yet is waited for.
 
         Raises VersionGoneError if newer ones have overwritten it, else as ``wait``."""
-        _require(version, timeout_s)
-        began = time.monotonic()
-        while True:
-            with self._lock:
-                newest, held = self._bring(version)
-                if held is not None:
-                    return self._read(held, self._names_of(held.layout))
-            self._pause("any version" if version is None else f"v{version}", newest, began, timeout_s)
+        return self._use(version, timeout_s, lambda held: self._read(held, self._names_of(held.layout)))
 
     def into(self, model: nn.Module, version: int | None = None, *, timeout_s: float = WAIT_S) -> int:
         """Copy a version into a model's parameters, in place; returns it. The model has the parameters of the model in
         training, under those names or published ones; buffers stay as they are.
 
         Raises ConfigError that names what differs, before anything is copied, else as ``read``."""
-        _require(version, timeout_s)
-        began = time.monotonic()
-        while True:
-            with self._lock:  # so that no other thread makes this one lose the version
-                newest, held = self._bring(version)
-                if held is not None:
-                    own = OwnNames(held.layout)
-                    fits = own.declared.keys() <= dict(model.named_parameters(remove_duplicate=False)).keys()
-                    names = own if fits else self._names_of(held.layout)
-                    targets = _targets(model, names.declared)
-                    with torch.no_grad():
-                        for name, tensor in self._read(held, names):
-                            targets[name].copy_(tensor)
-                    return held.version
-            self._pause("any version" if version is None else f"v{version}", newest, began, timeout_s)
+
+        def copy(held: HeldVersion) -> int:
+            own = OwnNames(held.layout)
+            fits = own.declared.keys() <= dict(model.named_parameters(remove_duplicate=False)).keys()
+            names = own if fits else self._names_of(held.layout)
+            targets = _targets(model, names.declared)
+            with torch.no_grad():
+                for name, tensor in self._read(held, names):
+                    targets[name].copy_(tensor)
+            return held.version
+
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"model is of type {type(model).__name__} but must be a torch.nn.Module")
+        return self._use(version, timeout_s, copy)
 
     @property
     def declared(self) -> Declared:
@@ -177,6 +172,17 @@ class Follower:
     def stats(self) -> FollowerStats:
         """What it has taken so far: versions, bytes, seconds."""
         return self._tally.stats
+
+    def _use(self, version: int | None, timeout_s: float, use: Callable[[HeldVersion], _T]) -> _T:
+        """What ``use`` makes of a version, while no other thread makes it lose that."""
+        _require(version, timeout_s)
+        began = time.monotonic()
+        while True:
+            with self._lock:
+                newest, held = self._bring(version)
+                if held is not None:
+                    return use(held)
+            self._pause("any version" if version is None else f"v{version}", newest, began, timeout_s)
 
     def _read(self, held: HeldVersion, names: Names) -> Reading:
         reading = Reading(held, names)
@@ -192,7 +198,7 @@ class Follower:
         if (
             held is not None
             and held.version == wanted
-            and (wanted < newest or (shards is not None and held.is_still(shards)))
+            and (wanted < newest or any(self._readers()) or (shards is not None and held.is_still(shards)))
         ):
             return newest, held
         if wanted < newest:
@@ -207,9 +213,13 @@ class Follower:
             return newest, None
         return newest, taken
 
+    def _readers(self) -> list[Reading]:
+        """Those that need the held version. While there are any, all read the same."""
+        return [reading for reading in self._readings if reading.holds(self._held)]
+
     def _memory_for(self, layout: ModelLayout, version: int) -> HeldVersion:
         """Where a version is copied to: over the one that is held, unless a reader needs that."""
-        needed = [reading for reading in self._readings if reading.holds(self._held)]
+        needed = self._readers()
         for reading in needed:
             reading.lose(version)
         if self._held is None or needed or self._held.layout.digest != layout.digest:
@@ -290,14 +300,29 @@ def _targets(model: nn.Module, declared: Declared) -> dict[str, Tensor]:
     targets: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     if unknown := sorted(declared.keys() - targets.keys()):
         raise ConfigError(f"the model has no parameter {unknown[0]!r}, which the run publishes ({len(unknown)} such)")
-    filled = {id(targets[name]) for name in declared}
+    filled = {id(targets[name]): name for name in declared}
     if lacking := sorted(name for name, tensor in targets.items() if id(tensor) not in filled):
         raise ConfigError(f"the run publishes no {lacking[0]!r}, which the model has ({len(lacking)} such)")
     for name, (dtype, shape) in declared.items():
         target = targets[name]
-        if tuple(target.shape) != shape or target.is_meta:
-            there = "without memory" if target.is_meta else f"of shape {tuple(target.shape)}"
+        if (other := filled[id(target)]) != name:
+            raise ConfigError(f"{other!r} and {name!r} are one tensor in the model and two in the run")
+        if (there := _unfit(target)) or tuple(target.shape) != shape:
+            there = there or f"of shape {tuple(target.shape)}"
             raise ConfigError(f"{name!r} is {there} in the model and of shape {shape} in the run")
         if loses_bits(dtype, target.dtype):
             raise ConfigError(f"{name!r} is {target.dtype} in the model, which cannot hold the run's {dtype}")
     return targets
+
+
+def _unfit(target: Tensor) -> str:
+    """Why values of no shape can be copied into a tensor; "": they can."""
+    if is_lazy(target) or target.is_meta:
+        return "without memory"
+    if target.layout is not torch.strided:
+        return f"of layout {target.layout}"
+    if target.is_inference() and not torch.is_inference_mode_enabled():
+        return "an inference tensor, which only torch.inference_mode() may change,"
+    if any(size > 1 and stride == 0 for size, stride in zip(target.shape, target.stride(), strict=True)):
+        return "an expanded tensor"
+    return ""

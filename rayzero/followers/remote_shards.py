@@ -8,6 +8,7 @@ published meanwhile. Where owners know the changes no more, because it was slow,
 
 from __future__ import annotations
 
+import os
 import secrets
 import threading
 import time
@@ -184,16 +185,24 @@ class RemoteRun:
 
     Knows owners by their addresses, which change when one is replaced; not who says so."""
 
-    def __init__(self, run: str, find: Callable[[], Way | None]) -> None:
-        """``find``: the way to the present owners; None: there are none now. It may take some milliseconds."""
+    _pid = 0  # of the process that made one first: gRPC works in no process that it forks from then on
+
+    def __init__(self, run: str, find: Callable[[], Way | str]) -> None:
+        """``find``: the way to the present owners, or why there is none now. It may take some milliseconds."""
+        RemoteRun._pid = RemoteRun._pid or os.getpid()
         self.run, self._find = run, find
         self._feeds: list[OwnerFeed] = []  # freed by: close(), _look()
         self._shards: RemoteShards | None = None
         self._looked = float("-inf")  # monotonic seconds
-        self.missing = f"no optimizer of run {run!r} is known"  # see ``FollowedRun``
+        self.missing = ""  # see ``FollowedRun``
 
     def shards(self) -> RemoteShards | None:
-        """See ``FollowedRun``."""
+        """See ``FollowedRun``. Raises UnsupportedError in a forked process."""
+        if self._pid != os.getpid():
+            raise UnsupportedError(
+                f"run {self.run!r} cannot be followed over the network in this process, which process {self._pid} "
+                "forked after it had followed a run: start this one by spawn"
+            )
         broken = [feed.broken for feed in self._feeds if feed.broken is not None]
         if broken or not self._feeds:
             self._shards = None
@@ -215,12 +224,14 @@ class RemoteRun:
         if time.monotonic() - self._looked < _LOOK_S:
             return
         self._looked = time.monotonic()
-        addresses, terms = self._find() or ((), None)
+        found = self._find()
+        addresses = () if isinstance(found, str) else found[0]
         works = {feed.address: feed for feed in self._feeds if feed.broken is None and feed.address in addresses}
         _close(feed for feed in self._feeds if works.get(feed.address) is not feed)
-        self._feeds = []
-        if terms is not None:
-            self._feeds = [works.get(at) or OwnerFeed(owner, at, terms) for owner, at in enumerate(addresses)]
+        if isinstance(found, str):
+            self._feeds, self.missing = [], found
+        else:
+            self._feeds = [works.get(at) or OwnerFeed(owner, at, found[1]) for owner, at in enumerate(addresses)]
 
     def _met(self) -> RemoteShards | None:
         """The shards, if every owner has said what it has, and they are of one epoch."""
@@ -237,6 +248,7 @@ class RemoteRun:
             _close(self._feeds)  # some are of the last epoch
             self._feeds = []
             return None
+        self.missing = ""
         return RemoteShards(tuple(self._feeds), layout, followed[0].lineage)
 
     def close(self) -> None:
