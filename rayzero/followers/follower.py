@@ -109,6 +109,7 @@ class Follower:
         self._last = -1  # the version that was read last
         self._tally = Tally()
         self._closed = False
+        weakref.finalize(self, run.close).atexit = False  # of a follower that nobody closes: threads and connections
 
     # ---- versions
 

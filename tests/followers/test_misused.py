@@ -93,9 +93,12 @@ def test_a_follower_that_opens_a_second_stream_of_notices_is_counted_once_more(
 def test_owners_keep_no_names_of_those_that_have_gone() -> None:
     terms = CallTerms(token=follower_token(TOKEN))
     with one_owner() as (server, _):
-        for _ in range(3):
-            with Follower(RemoteRun("toy", lambda: ([server.address], terms)), None, lambda: True) as follower:
-                follower.read(0)
+        for closes in (True, False):  # a program may also drop a follower
+            follower = Follower(RemoteRun("toy", lambda: ([server.address], terms)), None, lambda: True)
+            follower.read(0)
+            if closes:
+                follower.close()
+            del follower
         newest = server._models.made[0].model.calls._newest
         until(lambda: list(newest) == ["rank 0"])
 
