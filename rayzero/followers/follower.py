@@ -57,7 +57,7 @@ class Reading(Iterator[tuple[str, Tensor]]):
 
     def __init__(self, held: HeldVersion, names: Names) -> None:
         self.version = held.version
-        self._held: HeldVersion | None = held
+        self.held: HeldVersion | None = held  # None: it needs it no more
         self._tensors = names.tensors(held)
         self._lost: VersionGoneError | None = None
 
@@ -70,10 +70,6 @@ class Reading(Iterator[tuple[str, Tensor]]):
             self.close()
             raise
 
-    def holds(self, held: HeldVersion | None) -> bool:
-        """Whether it still needs this memory."""
-        return held is not None and self._held is held
-
     def lose(self, newer: int) -> None:
         """The follower reads another version: this one is held no more."""
         self._lost = VersionGoneError(
@@ -84,7 +80,7 @@ class Reading(Iterator[tuple[str, Tensor]]):
 
     def close(self) -> None:
         """Hold the version no more. Idempotent."""
-        self._held, self._tensors = None, iter(())
+        self.held, self._tensors = None, iter(())
 
 
 class Follower:
@@ -216,7 +212,7 @@ class Follower:
 
     def _readers(self) -> list[Reading]:
         """Those that need the held version. While there are any, all read the same."""
-        return [reading for reading in self._readings if reading.holds(self._held)]
+        return [each for each in self._readings if each.held is not None and each.held is self._held]
 
     def _memory_for(self, layout: ModelLayout, version: int) -> HeldVersion:
         """Where a version is copied to: over the one that is held, unless a reader needs that."""
@@ -228,8 +224,19 @@ class Follower:
         return self._held
 
     def _names_of(self, layout: ModelLayout) -> Names:
+        """The published names, if the config is of a model of transformers with these parameters and transformers is
+        installed; else the model's own or, if that is refused, ConfigError."""
         if self._names is None or self._names[0] != layout.digest:
-            self._names = layout.digest, _names_of(layout, self._config, self._strict)
+            found: Names | None = None
+            if self._config is not None:
+                from rayzero.followers.published_names import published_names  # brings the formats of checkpoints
+
+                found, why = published_names(layout, self._config)
+                if found is None and self._strict:
+                    raise ConfigError(
+                        f"the weights come only {why}: pass the config.json of the model in training, or none"
+                    )
+            self._names = layout.digest, found or OwnNames(layout)
         return self._names[1]
 
     # ---- the run
@@ -281,19 +288,6 @@ def _require(version: object, timeout_s: object) -> None:
         raise ConfigError(f"version is {version!r} but must be a whole number of steps, 0 or more, or None")
     if type(timeout_s) not in (int, float) or not timeout_s >= 0:  # type: ignore[operator]
         raise ConfigError(f"timeout_s is {timeout_s!r} but must be a number of seconds, 0 or more")
-
-
-def _names_of(layout: ModelLayout, config: Path | None, strict: bool) -> Names:
-    """The published names, if ``config`` is of a model of transformers with these parameters and transformers is
-    installed; else the model's own or, if ``strict``, ConfigError."""
-    if config is None:
-        return OwnNames(layout)
-    from rayzero.followers.published_names import published_names  # brings the formats of checkpoints with it
-
-    names, why = published_names(layout, config)
-    if names is None and strict:
-        raise ConfigError(f"the weights come only {why}: pass the config.json of the model in training, or none")
-    return names or OwnNames(layout)
 
 
 def _targets(model: nn.Module, declared: Declared) -> dict[str, Tensor]:

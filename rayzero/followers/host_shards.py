@@ -180,7 +180,11 @@ class HostRun:
     def shards(self) -> HostShards | None:
         """Those of the epoch that stands; None: the owners are not there (yet, or any more), or not all of them. Raises
         UnsupportedError for shards that followers cannot read."""
-        changed_ns, now_ns = _changed_ns(self._directory), time.time_ns()  # read before the names
+        now_ns = time.time_ns()
+        try:
+            changed_ns = self._directory.stat().st_mtime_ns  # read before the names
+        except FileNotFoundError:
+            changed_ns = 0  # list_slabs finds none in it
         if changed_ns != self._changed_ns or self._changes:
             self._look()
             # a file that comes within the same tick of the kernel's clock gives the directory no later time
@@ -232,14 +236,6 @@ class HostRun:
         there, wanted = len(now), orders.bytes // orders.stride
         some = f"only {there} of {count(wanted, 'optimizer')} of run {self.run!r} can be read on this host"
         return "" if there == wanted else some
-
-
-def _changed_ns(directory: Path) -> int:
-    """When a directory was changed last; 0: it is not there, and has no slabs."""
-    try:
-        return directory.stat().st_mtime_ns
-    except FileNotFoundError:
-        return 0
 
 
 def _of(slab: FoundSlab) -> SlabFacts:
