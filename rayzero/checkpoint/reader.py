@@ -69,6 +69,11 @@ class CheckpointReader:
         with self._lock:
             self._open.clear()
 
+    def hold(self) -> None:
+        """Map every file now: what is mapped can be read to the end, also if a run deletes the checkpoint meanwhile."""
+        for entry in self.manifest.files:
+            self._file(entry.name)
+
     def slot_step(self, param: str) -> int:
         """How many updates ``param`` has had."""
         return self.manifest.slot_steps.get(param, 0)
@@ -275,7 +280,8 @@ class Catalog:
                     written_ns = (path / MANIFEST).stat().st_mtime_ns
                     sound.append((checkpoint.step, written_ns, SavedCheckpoint(path, checkpoint.step)))
             except (CheckpointError, OSError) as error:
-                damaged[path] = str(error)
+                if path.exists():  # else a run has deleted it meanwhile
+                    damaged[path] = str(error)
         return cls(sound=tuple(one for _, _, one in sorted(sound, key=lambda found: found[:2])), damaged=damaged)
 
     def newest(self) -> Path | None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 
-from rayzero.errors import ConfigError
+from rayzero.errors import CheckpointError, ConfigError
+
+_T = TypeVar("_T")
 
 
 def convert(
@@ -43,9 +47,9 @@ def convert(
     from rayzero.convert.remote_checkpoints import is_url
     from rayzero.layout.model_layout import dtype_from_name
 
-    done = convert_checkpoint(
-        source if is_url(source) else newest(Path(source)),
-        dest,
+    act = partial(
+        convert_checkpoint,
+        dest=dest,
         to=to,
         dtype=None if dtype is None else dtype_from_name(dtype),
         max_bytes=_bytes(max_shard_size),
@@ -53,14 +57,22 @@ def convert(
         weights_only=weights_only,
         config=config,
     )
-    typer.echo(done)
+    typer.echo(act(source) if is_url(source) else _with_newest(Path(source), act))
 
 
-def newest(source: Path) -> Path:
-    """A run's newest checkpoint; anything else is itself."""
+def _with_newest(source: Path, act: Callable[[Path], _T]) -> _T:
+    """What ``act`` makes of a run's newest checkpoint, or of a later one if the run deletes that before it is open;
+    what is no run is itself the checkpoint."""
     from rayzero.cluster.files.run_dir import checkpoints_of
 
-    return (checkpoints_of(source).catalog().newest() if source.is_dir() else None) or source
+    while True:
+        catalog = checkpoints_of(source).catalog()
+        checkpoint = catalog.newest() or next(iter(catalog.damaged), source)  # a reader says what is damaged
+        try:
+            return act(checkpoint)
+        except CheckpointError:
+            if checkpoint == source or checkpoint.exists():
+                raise
 
 
 def _bytes(text: str) -> int:
@@ -81,13 +93,15 @@ def export(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
 ) -> None:
     """Stream a checkpoint's parameters and buffers into one file, under their plain names."""
-    from rayzero.cluster.files.run_dir import checkpoints_of
     from rayzero.convert.conversion import export_full
     from rayzero.convert.remote_checkpoints import nearby
     from rayzero.layout.model_layout import dtype_from_name
 
     with nearby(checkpoint, out) as place:
-        catalog = checkpoints_of(place).catalog()
-        directory = catalog.newest() or next(iter(catalog.damaged), place)  # export refuses a damaged one and says why
-        path = export_full(directory, out, dtype=dtype_from_name(dtype), overwrite=overwrite)
-    typer.echo(f"{path}  {path.stat().st_size:,} bytes, from {directory if place == Path(checkpoint) else checkpoint}")
+
+        def write(directory: Path) -> str:
+            path = export_full(directory, out, dtype=dtype_from_name(dtype), overwrite=overwrite)
+            source = directory if place == Path(checkpoint) else checkpoint
+            return f"{path}  {path.stat().st_size:,} bytes, from {source}"
+
+        typer.echo(_with_newest(place, write))

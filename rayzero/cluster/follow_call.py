@@ -11,7 +11,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rayzero.cluster.files.key_files import FollowerKey, read_follower
+from rayzero.cluster.files.key_files import FOLLOWER_FILE, FollowerKey, read_follower
 from rayzero.cluster.files.run_record import RECORD, is_here, run_status, why_over
 from rayzero.cluster.run import RunState
 from rayzero.config import ZeroConfig
@@ -136,12 +136,14 @@ class _RunOfFolder:
             )
         return self._here is None or self._here.gone or not inside
 
-    def _way(self) -> Way | None:
+    def _way(self) -> Way | str:
         from rayzero.store.wire.rpc import CallTerms
 
         record, key = run_status(self._folder), read_follower(self._folder)
-        if record["state"] != RunState.RUNNING or key is None:
-            return None
+        if (why := why_over(record)) is not None or record["state"] != RunState.RUNNING:
+            return f"run {self.run!r} has no optimizers now, because {why or 'it is starting'}"
+        if key is None:
+            return f"{self._folder / FOLLOWER_FILE} is not there: copy it from the run's folder, together with {RECORD}"
         tls = identity_of(_credentials(key))
         return record["addresses"], CallTerms(token=key.token, tls=tls, model=self._model)
 

@@ -8,14 +8,17 @@ import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from rayzero.errors import ConfigError, StallError, StoreClosedError, VersionGoneError
 from rayzero.followers.held_version import Declared, FollowerStats, HeldVersion, Names, OwnNames, Shards, Tally
 from rayzero.layout.model_layout import ModelLayout, loses_bits
+
+_T = TypeVar("_T")
 
 WAIT_S = 600.0
 _QUICKEST_S, _SLOWEST_S = 0.001, 0.02  # between two looks
@@ -54,7 +57,7 @@ class Reading(Iterator[tuple[str, Tensor]]):
 
     def __init__(self, held: HeldVersion, names: Names) -> None:
         self.version = held.version
-        self._held: HeldVersion | None = held
+        self.held: HeldVersion | None = held  # None: it needs it no more
         self._tensors = names.tensors(held)
         self._lost: VersionGoneError | None = None
 
@@ -67,10 +70,6 @@ class Reading(Iterator[tuple[str, Tensor]]):
             self.close()
             raise
 
-    def holds(self, held: HeldVersion | None) -> bool:
-        """Whether it still needs this memory."""
-        return held is not None and self._held is held
-
     def lose(self, newer: int) -> None:
         """The follower reads another version: this one is held no more."""
         self._lost = VersionGoneError(
@@ -81,7 +80,7 @@ class Reading(Iterator[tuple[str, Tensor]]):
 
     def close(self) -> None:
         """Hold the version no more. Idempotent."""
-        self._held, self._tensors = None, iter(())
+        self.held, self._tensors = None, iter(())
 
 
 class Follower:
@@ -106,6 +105,7 @@ class Follower:
         self._last = -1  # the version that was read last
         self._tally = Tally()
         self._closed = False
+        weakref.finalize(self, run.close).atexit = False  # of a follower that nobody closes: threads and connections
 
     # ---- versions
 
@@ -136,35 +136,27 @@ class Follower:
         dtype of training. None: the newest. A version that is not published yet is waited for.
 
         Raises VersionGoneError if newer ones have overwritten it, else as ``wait``."""
-        _require(version, timeout_s)
-        began = time.monotonic()
-        while True:
-            with self._lock:
-                newest, held = self._bring(version)
-                if held is not None:
-                    return self._read(held, self._names_of(held.layout))
-            self._pause("any version" if version is None else f"v{version}", newest, began, timeout_s)
+        return self._use(version, timeout_s, lambda held: self._read(held, self._names_of(held.layout)))
 
     def into(self, model: nn.Module, version: int | None = None, *, timeout_s: float = WAIT_S) -> int:
         """Copy a version into a model's parameters, in place; returns it. The model has the parameters of the model in
         training, under those names or published ones; buffers stay as they are.
 
         Raises ConfigError that names what differs, before anything is copied, else as ``read``."""
-        _require(version, timeout_s)
-        began = time.monotonic()
-        while True:
-            with self._lock:  # so that no other thread makes this one lose the version
-                newest, held = self._bring(version)
-                if held is not None:
-                    own = OwnNames(held.layout)
-                    fits = own.declared.keys() <= dict(model.named_parameters(remove_duplicate=False)).keys()
-                    names = own if fits else self._names_of(held.layout)
-                    targets = _targets(model, names.declared)
-                    with torch.no_grad():
-                        for name, tensor in self._read(held, names):
-                            targets[name].copy_(tensor)
-                    return held.version
-            self._pause("any version" if version is None else f"v{version}", newest, began, timeout_s)
+
+        def copy(held: HeldVersion) -> int:
+            own = OwnNames(held.layout)
+            fits = own.declared.keys() <= dict(model.named_parameters(remove_duplicate=False)).keys()
+            names = own if fits else self._names_of(held.layout)
+            targets = _targets(model, names.declared)
+            with torch.no_grad():
+                for name, tensor in self._read(held, names):
+                    targets[name].copy_(tensor)
+            return held.version
+
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"model is of type {type(model).__name__} but must be a torch.nn.Module")
+        return self._use(version, timeout_s, copy)
 
     @property
     def declared(self) -> Declared:
@@ -177,6 +169,17 @@ class Follower:
     def stats(self) -> FollowerStats:
         """What it has taken so far: versions, bytes, seconds."""
         return self._tally.stats
+
+    def _use(self, version: int | None, timeout_s: float, use: Callable[[HeldVersion], _T]) -> _T:
+        """What ``use`` makes of a version, while no other thread makes it lose that."""
+        _require(version, timeout_s)
+        began = time.monotonic()
+        while True:
+            with self._lock:
+                newest, held = self._bring(version)
+                if held is not None:
+                    return use(held)
+            self._pause("any version" if version is None else f"v{version}", newest, began, timeout_s)
 
     def _read(self, held: HeldVersion, names: Names) -> Reading:
         reading = Reading(held, names)
@@ -192,7 +195,7 @@ class Follower:
         if (
             held is not None
             and held.version == wanted
-            and (wanted < newest or (shards is not None and held.is_still(shards)))
+            and (wanted < newest or any(self._readers()) or (shards is not None and held.is_still(shards)))
         ):
             return newest, held
         if wanted < newest:
@@ -207,9 +210,13 @@ class Follower:
             return newest, None
         return newest, taken
 
+    def _readers(self) -> list[Reading]:
+        """Those that need the held version. While there are any, all read the same."""
+        return [each for each in self._readings if each.held is not None and each.held is self._held]
+
     def _memory_for(self, layout: ModelLayout, version: int) -> HeldVersion:
         """Where a version is copied to: over the one that is held, unless a reader needs that."""
-        needed = [reading for reading in self._readings if reading.holds(self._held)]
+        needed = self._readers()
         for reading in needed:
             reading.lose(version)
         if self._held is None or needed or self._held.layout.digest != layout.digest:
@@ -217,8 +224,19 @@ class Follower:
         return self._held
 
     def _names_of(self, layout: ModelLayout) -> Names:
+        """The published names, if the config is of a model of transformers with these parameters and transformers is
+        installed; else the model's own or, if that is refused, ConfigError."""
         if self._names is None or self._names[0] != layout.digest:
-            self._names = layout.digest, _names_of(layout, self._config, self._strict)
+            found: Names | None = None
+            if self._config is not None:
+                from rayzero.followers.published_names import published_names  # brings the formats of checkpoints
+
+                found, why = published_names(layout, self._config)
+                if found is None and self._strict:
+                    raise ConfigError(
+                        f"the weights come only {why}: pass the config.json of the model in training, or none"
+                    )
+            self._names = layout.digest, found or OwnNames(layout)
         return self._names[1]
 
     # ---- the run
@@ -272,32 +290,34 @@ def _require(version: object, timeout_s: object) -> None:
         raise ConfigError(f"timeout_s is {timeout_s!r} but must be a number of seconds, 0 or more")
 
 
-def _names_of(layout: ModelLayout, config: Path | None, strict: bool) -> Names:
-    """The published names, if ``config`` is of a model of transformers with these parameters and transformers is
-    installed; else the model's own or, if ``strict``, ConfigError."""
-    if config is None:
-        return OwnNames(layout)
-    from rayzero.followers.published_names import published_names  # brings the formats of checkpoints with it
-
-    names, why = published_names(layout, config)
-    if names is None and strict:
-        raise ConfigError(f"the weights come only {why}: pass the config.json of the model in training, or none")
-    return names or OwnNames(layout)
-
-
 def _targets(model: nn.Module, declared: Declared) -> dict[str, Tensor]:
     """A model's parameters by the names of what is to be copied into them. Raises ConfigError if something differs."""
     targets: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     if unknown := sorted(declared.keys() - targets.keys()):
         raise ConfigError(f"the model has no parameter {unknown[0]!r}, which the run publishes ({len(unknown)} such)")
-    filled = {id(targets[name]) for name in declared}
+    filled = {id(targets[name]): name for name in declared}
     if lacking := sorted(name for name, tensor in targets.items() if id(tensor) not in filled):
         raise ConfigError(f"the run publishes no {lacking[0]!r}, which the model has ({len(lacking)} such)")
     for name, (dtype, shape) in declared.items():
         target = targets[name]
-        if tuple(target.shape) != shape or target.is_meta:
-            there = "without memory" if target.is_meta else f"of shape {tuple(target.shape)}"
+        if (other := filled[id(target)]) != name:
+            raise ConfigError(f"{other!r} and {name!r} are one tensor in the model and two in the run")
+        if (there := _unfit(target)) or tuple(target.shape) != shape:
+            there = there or f"of shape {tuple(target.shape)}"
             raise ConfigError(f"{name!r} is {there} in the model and of shape {shape} in the run")
         if loses_bits(dtype, target.dtype):
             raise ConfigError(f"{name!r} is {target.dtype} in the model, which cannot hold the run's {dtype}")
     return targets
+
+
+def _unfit(target: Tensor) -> str:
+    """Why values of no shape can be copied into a tensor; "": they can."""
+    if is_lazy(target) or target.is_meta:
+        return "without memory"
+    if target.layout is not torch.strided:
+        return f"of layout {target.layout}"
+    if target.is_inference() and not torch.is_inference_mode_enabled():
+        return "an inference tensor, which only torch.inference_mode() may change,"
+    if any(size > 1 and stride == 0 for size, stride in zip(target.shape, target.stride(), strict=True)):
+        return "an expanded tensor"
+    return ""

@@ -180,7 +180,11 @@ class HostRun:
     def shards(self) -> HostShards | None:
         """Those of the epoch that stands; None: the owners are not there (yet, or any more), or not all of them. Raises
         UnsupportedError for shards that followers cannot read."""
-        changed_ns, now_ns = self._directory.stat().st_mtime_ns, time.time_ns()  # read before the names
+        now_ns = time.time_ns()
+        try:
+            changed_ns = self._directory.stat().st_mtime_ns  # read before the names
+        except FileNotFoundError:
+            changed_ns = 0  # list_slabs finds none in it
         if changed_ns != self._changed_ns or self._changes:
             self._look()
             # a file that comes within the same tick of the kernel's clock gives the directory no later time

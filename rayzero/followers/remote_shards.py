@@ -8,6 +8,7 @@ published meanwhile. Where owners know the changes no more, because it was slow,
 
 from __future__ import annotations
 
+import os
 import secrets
 import threading
 import time
@@ -66,6 +67,7 @@ class OwnerFeed:
             self.broken = TransferError(f"{self.peer} says nothing more")
         except RayZeroError as error:
             self.broken = error
+        self.close()  # a transfer of its shards would wait for its deadline
 
     @property
     def version(self) -> int:
@@ -91,7 +93,7 @@ class OwnerFeed:
                         held[part.shard] = instance, part.content, part.writes, part.version, found
                         tally.add(self._count(part))
         except StoreError as error:
-            self.broken = error
+            self.broken = self.broken or error
 
     def _count(self, part: pb.GetShardsResponse.Part) -> FollowerStats:
         """What has come of a shard; with its time, unless its owner has published others since."""
@@ -184,20 +186,32 @@ class RemoteRun:
 
     Knows owners by their addresses, which change when one is replaced; not who says so."""
 
-    def __init__(self, run: str, find: Callable[[], Way | None]) -> None:
-        """``find``: the way to the present owners; None: there are none now. It may take some milliseconds."""
+    _pid = 0  # of the process that made one first: gRPC works in no process that it forks from then on
+
+    def __init__(self, run: str, find: Callable[[], Way | str]) -> None:
+        """``find``: the way to the present owners, or why there is none now. It may take some milliseconds."""
+        RemoteRun._pid = RemoteRun._pid or os.getpid()
         self.run, self._find = run, find
         self._feeds: list[OwnerFeed] = []  # freed by: close(), _look()
         self._shards: RemoteShards | None = None
         self._looked = float("-inf")  # monotonic seconds
-        self.missing = f"no optimizer of run {run!r} is known"  # see ``FollowedRun``
+        self._missing = ""  # see ``missing``
+
+    @property
+    def missing(self) -> str:
+        """See ``FollowedRun``."""
+        return next((str(feed.broken) for feed in self._feeds if feed.broken is not None), self._missing)
 
     def shards(self) -> RemoteShards | None:
-        """See ``FollowedRun``."""
+        """See ``FollowedRun``. Raises UnsupportedError in a forked process."""
+        if self._pid != os.getpid():
+            raise UnsupportedError(
+                f"run {self.run!r} cannot be followed over the network in this process, which process {self._pid} "
+                "forked after it had followed a run: start this one by spawn"
+            )
         broken = [feed.broken for feed in self._feeds if feed.broken is not None]
         if broken or not self._feeds:
-            self._shards = None
-            self.missing = str(broken[0]) if broken else self.missing
+            self._shards, self._missing = None, self.missing
             for error in broken:
                 if isinstance(error, UnsupportedError):
                     raise error
@@ -215,28 +229,31 @@ class RemoteRun:
         if time.monotonic() - self._looked < _LOOK_S:
             return
         self._looked = time.monotonic()
-        addresses, terms = self._find() or ((), None)
+        found = self._find()
+        addresses = () if isinstance(found, str) else found[0]
         works = {feed.address: feed for feed in self._feeds if feed.broken is None and feed.address in addresses}
         _close(feed for feed in self._feeds if works.get(feed.address) is not feed)
-        self._feeds = []
-        if terms is not None:
-            self._feeds = [works.get(at) or OwnerFeed(owner, at, terms) for owner, at in enumerate(addresses)]
+        if isinstance(found, str):
+            self._feeds, self._missing = [], found
+        else:
+            self._feeds = [works.get(at) or OwnerFeed(owner, at, found[1]) for owner, at in enumerate(addresses)]
 
     def _met(self) -> RemoteShards | None:
         """The shards, if every owner has said what it has, and they are of one epoch."""
         silent = [feed.peer for feed in self._feeds if feed.followed is None]
         if silent:
-            self.missing = f"{silent[0]} has not said yet what it has"
+            self._missing = f"{silent[0]} has not said yet what it has"
             return None
         followed = [feed.followed for feed in self._feeds if feed.followed is not None]
         layout = parse_record(followed[0].layout, ModelLayout)
         shards = sorted(shard for each in followed for shard in each.shards)
         one_epoch = len({(each.lineage, each.epoch, each.layout) for each in followed}) == 1
         if not one_epoch or shards != list(range(len(layout.shards))):
-            self.missing = f"the optimizers of run {self.run!r} are changing"
+            self._missing = f"the optimizers of run {self.run!r} are changing"
             _close(self._feeds)  # some are of the last epoch
             self._feeds = []
             return None
+        self._missing = ""
         return RemoteShards(tuple(self._feeds), layout, followed[0].lineage)
 
     def close(self) -> None:

@@ -69,7 +69,10 @@ def is_unit_dtype(dtype: torch.dtype, *, opaque: bool = False) -> bool:
 
 def loses_bits(values: torch.dtype, kept: torch.dtype) -> bool:
     """Whether ``kept`` cannot hold every value of the dtype ``values``. bfloat16 and float16 lose each other's."""
-    return torch.promote_types(values, kept) is not kept
+    try:
+        return torch.promote_types(values, kept) is not kept
+    except RuntimeError:  # float8 and quantized numbers have no dtype in common with others
+        return values is not kept
 
 
 def aligned(numel: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import nn
 
 import rayzero
 from rayzero.checkpoint import CheckpointReader
+from rayzero.cli.convert import convert, export
 from rayzero.convert.conversion import export_full
 from rayzero.engine.context import RankContext, running_in
 from rayzero.errors import CheckpointError
@@ -163,3 +165,29 @@ def test_an_export_needs_memory_for_pieces_not_for_parameters(directory, tmp_pat
     command = [sys.executable, "-c", _EXPORT_IN_LITTLE_MEMORY, str(directory), str(tmp_path / "big.safetensors")]
     subprocess.run(command, check=True, timeout=60)
     assert (tmp_path / "big.safetensors").stat().st_size > 96 << 20
+
+
+@pytest.mark.parametrize("act", [export, convert])
+def test_of_checkpoints_that_a_run_deletes_an_open_one_is_read(act, written, tmp_path, monkeypatch, caplog):
+    opened, read, lives = CheckpointReader.__init__, CheckpointReader._read, {"step-12": 1, "step-9": 2}
+
+    def opens(reader, directory):
+        """A checkpoint is gone when it is found, another one when it is opened after that."""
+        lives[Path(directory).name] = left = lives.get(Path(directory).name, 9) - 1
+        if not left:
+            shutil.rmtree(directory)
+        opened(reader, directory)
+
+    def reads(reader, *piece):
+        shutil.rmtree(reader.directory, ignore_errors=True)
+        return read(reader, *piece)
+
+    for step in (3, 6, 9, 12):
+        written.save(tmp_path / "run" / "checkpoints" / f"step-{step}", step=step)
+    monkeypatch.setattr(CheckpointReader, "__init__", opens)
+    monkeypatch.setattr(CheckpointReader, "_read", reads)
+    act(str(tmp_path / "run"), tmp_path / "out")
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(weights["w"].flatten(), written.values["w", MASTER])
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-3"]
+    assert caplog.text == ""

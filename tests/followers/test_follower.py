@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from rayzero import ZeroConfig
 from rayzero.convert.conversion import export_full
 from rayzero.engine.context import RankContext
 from rayzero.errors import ConfigError, StallError, StoreClosedError, UnsupportedError, VersionGoneError
+from rayzero.followers import follower as follower_module
 from rayzero.followers import host_shards
 from rayzero.followers.follower import Follower
 from rayzero.slabs.sweep import SHARED_MEMORY, list_slabs
@@ -290,6 +292,71 @@ def test_a_version_goes_into_a_model_in_place() -> None:
     alone(loop)
 
 
+def shared(model: Net) -> None:
+    model.layers[0].up.weight = model.layers[1].up.weight
+
+
+def with_norm(change: Callable[[Tensor], Tensor]) -> Callable[[Net], None]:
+    """Gives the parameter that the run publishes last another kind of memory."""
+
+    def act(model: Net) -> None:
+        model.norm.bias = nn.Parameter(change(model.norm.bias.detach()), requires_grad=False)
+
+    return act
+
+
+@torch.inference_mode()
+def inferring(tensor: Tensor) -> Tensor:
+    return tensor.clone()
+
+
+def lazy(model: Net) -> None:
+    model.layers[0].up = nn.LazyLinear(128)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (shared, "'layers.1.up.weight' and 'layers.0.up.weight' are one tensor in the model and two in the run"),
+        (lazy, "'layers.0.up.weight' is without memory in the model"),
+        (with_norm(inferring), "'norm.bias' is an inference tensor, which only torch.inference_mode"),
+        (with_norm(lambda tensor: tensor[:1].expand(64)), "'norm.bias' is an expanded tensor in the model"),
+        (with_norm(Tensor.to_sparse), "'norm.bias' is of layout torch.sparse_coo in the model"),
+        (with_norm(lambda tensor: tensor.to(torch.float8_e5m2)), "'norm.bias' is torch.float8_e5m2 in the model"),
+    ],
+    ids=["tied", "lazy", "inference", "expanded", "sparse", "float8"],
+)
+def test_a_model_that_cannot_take_all_of_a_version_takes_nothing(change: Callable[[Net], None], words: str) -> None:
+    def loop(context: RankContext, model: nn.Module, optimizer: Any) -> None:
+        other = seeded(Net, 4)
+        change(other)
+        before = other.embed.weight.clone()
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            rayzero.follow(context.run).into(other)
+        assert torch.equal(other.embed.weight, before)
+
+    alone(loop)
+
+
+def test_only_a_module_takes_a_version() -> None:
+    with pytest.raises(ConfigError, match=r"model is of type dict but must be a torch\.nn\.Module"):
+        rayzero.follow("nobody").into({})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("way", ["shm", "grpc"])
+def test_readers_of_one_version_share_it(way: str, tmp_path: Path) -> None:
+    def loop(context: RankContext, model: nn.Module, optimizer: Any) -> None:
+        follower = of(context, context.run if way == "shm" else tmp_path)
+        wanted = exported(optimizer, tmp_path)
+        readings = [follower.read() for _ in range(3)]
+        together = zip(*zip(*readings, strict=True), strict=True)  # tensor by tensor, as several threads do
+        assert {digest(each) for each in together} == {digest(wanted.items())}
+        assert all(same(follower.read(), wanted) for _ in readings)
+        assert follower.stats().versions == 1 + 3 * (way == "grpc")
+
+    alone(loop, on_network=None if way == "shm" else tmp_path)
+
+
 @pytest.mark.parametrize("way", ["shm", "grpc"])
 def test_a_run_with_owners_on_devices_is_refused_by_name(way: str, tmp_path: Path) -> None:
     folder = None if way == "shm" else tmp_path
@@ -362,6 +429,23 @@ def test_a_host_that_has_not_all_optimizers_is_named() -> None:
 
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY, prefix="test-host-") as other:
         run_ranks(train, 1, 2, "shm", hosts={"optimizer 1": Path(other)})
+
+
+def test_a_directory_that_goes_with_its_run_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follower_module, "_ENDED_S", 0.1)
+    followers = []
+
+    def train(context: RankContext) -> None:
+        model = seeded(Several, 1)
+        rayzero.prepare(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad]), ZeroConfig())
+        followers.append(rayzero.follow(context.run, slab_dir=host))
+        assert followers[0].read().version == 0
+
+    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY, prefix="test-host-") as host:
+        run_ranks(train, 1, 1, "shm", hosts={"rank 0": Path(host), "optimizer 0": Path(host)})
+    with pytest.raises(StoreClosedError, match="v0 was the last here"):
+        followers[0].wait(1)
+    assert followers[0].read().version == 0
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="files of another user can only be made by root")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,12 @@ from store import toy
 from store.stores import TOKEN, connected, serving
 
 from rayzero.cluster.files.key_files import FOLLOWER_FILE, FollowerKey, read_follower, write_key
-from rayzero.errors import ConfigError, StoreError
+from rayzero.errors import ConfigError, StallError, StoreError, TransferError
 from rayzero.followers.follower import Follower
 from rayzero.followers.remote_shards import RemoteRun
 from rayzero.security.credentials import follower_token
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.owner.follower_calls import FollowerCalls
 from rayzero.store.owner.server import OwnerServer
 from rayzero.store.wire.rpc import (
     FOLLOWER_SERVICE,
@@ -32,6 +35,12 @@ from rayzero.store.wire.rpc import (
     token_metadata,
 )
 from tests.support.waiting import until
+
+
+def following(server: OwnerServer) -> Follower:
+    """A follower of the only owner's run."""
+    terms = CallTerms(token=follower_token(TOKEN))
+    return Follower(RemoteRun("toy", lambda: ([server.address], terms)), None, lambda: True)
 
 
 def of(name: str) -> Metadata:
@@ -91,13 +100,33 @@ def test_a_follower_that_opens_a_second_stream_of_notices_is_counted_once_more(
 
 
 def test_owners_keep_no_names_of_those_that_have_gone() -> None:
-    terms = CallTerms(token=follower_token(TOKEN))
     with one_owner() as (server, _):
-        for _ in range(3):
-            with Follower(RemoteRun("toy", lambda: ([server.address], terms)), None, lambda: True) as follower:
-                follower.read(0)
+        for closes in (True, False):  # a program may also drop a follower
+            follower = following(server)
+            follower.read(0)
+            if closes:
+                follower.close()
+            del follower
         newest = server._models.made[0].model.calls._newest
         until(lambda: list(newest) == ["rank 0"])
+
+
+def test_a_read_ends_with_the_link_to_an_owner_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = threading.Event()
+
+    async def stands_still(calls: FollowerCalls, wanted: pb.GetShardsRequest.Wanted) -> None:
+        asked.set()
+        await asyncio.sleep(600)
+
+    monkeypatch.setattr(FollowerCalls, "_whole", stands_still)
+    with one_owner() as (server, _), ThreadPoolExecutor(1) as pool, following(server) as follower:
+        follower.wait(0)
+        read = pool.submit(follower.read, 0, timeout_s=0)
+        assert asked.wait(60)
+        (feed,) = follower._run._feeds  # type: ignore[attr-defined]
+        feed._channel._heard.put(TransferError("no answer to a ping"))  # as gRPC notices it
+        with pytest.raises(StallError, match=r"v0 of run 'toy' did not come in 0 s: no answer to a ping"):
+            read.result(15)
 
 
 def test_the_number_of_a_link_has_an_end() -> None:

@@ -23,6 +23,7 @@ from rayzero.security.credentials import follower_token
 from rayzero.store.wire.rpc import CallTerms
 from rayzero.telemetry.names import FOLLOW_BYTES, FOLLOW_SECONDS, FOLLOWER_LAG, FOLLOWERS
 from rayzero.telemetry.recorder import MemoryRecorder
+from tests.forked import forked
 from tests.support import needs
 from tests.support.waiting import until
 
@@ -63,6 +64,8 @@ def test_what_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert followers[0].read().version == 0
         take_step(model, optimizer, 0, 0)
         followers[0].wait(1)
+        with pytest.raises(StallError, match="v1 is published"):
+            followers[0].wait(2, timeout_s=0)
         with pytest.raises(VersionGoneError, match="v0 is overwritten: v1 is published"):
             of(context, tmp_path).read(0)
         other = of(context, tmp_path, model=1)
@@ -74,6 +77,8 @@ def test_what_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (tmp_path / ".follower.json").write_text('{"token": "another"}')
         stranger = of(context, tmp_path)
         until(lambda: "the token of this call is not the run's token" in stalled(stranger))
+        (tmp_path / ".follower.json").unlink()
+        until(lambda: f"{tmp_path}/.follower.json is not there: copy it from the run's folder" in stalled(stranger))
         describe(context, tmp_path, state="finished")
 
     alone(loop, on_network=tmp_path)
@@ -141,3 +146,32 @@ def test_a_follower_whose_version_owners_know_no_more_takes_shards_whole_again(t
         assert follower.stats().whole_bytes > whole
 
     alone(loop, on_network=tmp_path)
+
+
+_FORKED = """
+import os
+from rayzero.errors import UnsupportedError
+from rayzero.followers.follower import Follower
+from rayzero.followers.remote_shards import RemoteRun
+
+def follow():
+    return Follower(RemoteRun("toy", lambda: "it is starting"), None, lambda: True)
+
+older = follow()
+child = os.fork()
+if not child:
+    for follower in older, follow():
+        try:
+            follower.read()
+        except UnsupportedError as error:
+            print(error, flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+
+
+def test_a_forked_process_is_refused_by_name() -> None:
+    """gRPC does not work in a process that is forked when it has run."""
+    with forked(_FORKED) as process:
+        said = f"run 'toy' cannot be followed over the network in this process, which process {process.pid} forked"
+        assert [process.said().startswith(said) for _ in range(2)] == [True, True]

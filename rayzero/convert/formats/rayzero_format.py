@@ -57,6 +57,7 @@ class RayZeroReader(Reader):
     def __init__(self, folder: Path | str, *, states: bool = True) -> None:
         """states: False leaves the optimizer's states out. Raises CheckpointError if the checkpoint is damaged."""
         self._reader = CheckpointReader(folder)
+        self._reader.hold()
         super().__init__(self._reader.directory)
         self._buffers = self._reader.buffers()
         self._values: dict[str, str] = {}  # parameter -> the kind of its widest values
