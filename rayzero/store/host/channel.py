@@ -46,11 +46,11 @@ from rayzero.store.wire.tensor_streams import (
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """A rank, an optimizer actor that keeps a copy of an owner's parameters for its host, or a follower."""
+    """A rank, the lead, an optimizer actor that keeps a copy of an owner's parameters for its host, or a follower."""
 
-    name: str  # "rank 3", "optimizer 1" or "follower 8a41", for messages and as the name of its links
+    name: str  # "rank 3", "the lead", "optimizer 1" or "follower 8a41", for messages and as the name of its links
     service: str  # whose methods it calls
-    number: int
+    number: int  # of the rank or the optimizer actor; -1: its links say who it is
     metadata: Metadata = ()  # of each of its calls
 
     @classmethod
@@ -64,14 +64,19 @@ class Caller:
         return cls(f"optimizer {owner}", OWNER_SERVICE, owner)
 
     @classmethod
+    def lead(cls) -> Caller:
+        """The owner of shard 0, as it calls the others."""
+        return cls("the lead", OWNER_SERVICE, -1)
+
+    @classmethod
     def follower(cls, name: str) -> Caller:
-        """A process that takes no part in the run; its links say who it is."""
-        return cls(f"follower {name}", FOLLOWER_SERVICE, 0)
+        """A process that takes no part in the run."""
+        return cls(f"follower {name}", FOLLOWER_SERVICE, -1)
 
     @property
     def signature(self) -> Mapping[str, int]:
         """The field of a request that says who sends it."""
-        if self.service == FOLLOWER_SERVICE:
+        if self.number < 0:
             return {}
         return {"rank" if self.service == STORE_SERVICE else "owner": self.number}
 
