@@ -20,6 +20,7 @@ from rayzero.security.authority import Authority
 from rayzero.security.credentials import OWNER, Identity
 from rayzero.slabs.sweep import SHARED_MEMORY
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.host.channel import Channel
 from rayzero.store.owner import shard_source
 from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.memory.next_epoch import EpochFacts
@@ -108,11 +109,11 @@ def test_all_of_a_shard_comes_however_often_the_link_is_cut(
 
 
 def test_shards_that_have_come_do_not_come_again() -> None:
-    asked, transfer = [], RemoteShards._transfer
+    asked, transfer = [], Channel.transfer
 
-    def noted(self: RemoteShards, channel: Any, request: pb.GiveShardsRequest) -> Any:
+    def noted(self: Channel, method: str, request: pb.GiveShardsRequest, timeout_s: float) -> Any:
         asked.append(list(request.shards))
-        return transfer(self, channel, request)
+        return transfer(self, method, request, timeout_s)
 
     tensors = count()
 
@@ -123,7 +124,7 @@ def test_shards_that_have_come_do_not_come_again() -> None:
 
     with (
         owner() as there,
-        patch.object(RemoteShards, "_transfer", noted),
+        patch.object(Channel, "transfer", noted),
         patch.object(shard_source, "Assembly", assembly),
     ):
         check_given(there)

@@ -165,9 +165,9 @@ def succeed(stack: ExitStack, directory: Path, spec: ModelSpec, num_owners: int,
     for server, service, _ in made:
         server.connect_peers(addresses)
         versions.append(service.attach(0, spec, own_gradients=True).version)
-    lead = made[0][0]._models[0].model.lead
-    assert lead is not None
-    lead.attach(0, spec, min(versions))
+    model = made[0][0]._models[0].model
+    model.take_spec(spec)
+    model.require_lead().attach(0, spec, min(versions))
     newest = max([*versions, *(record.decision.step + 1 for record in made[0][2].records())])
     return Successors([service for _, service, _ in made], newest)
 

@@ -102,7 +102,7 @@ STRANGERS = {
 @pytest.mark.parametrize("stranger", STRANGERS)
 def test_a_stranger_with_the_token_is_not_let_in(stranger: str) -> None:
     with serving(tls=OWN) as servers, one_step_goes_on(servers):
-        for service, name in ((STORE_SERVICE, "Describe"), (OWNER_SERVICE, "Identify")):
+        for service, name in ((STORE_SERVICE, "Describe"), (OWNER_SERVICE, "Abort")):
             said = refusal(servers[0], identity_of(STRANGERS[stranger]), service, name, token_metadata(TOKEN))
             assert isinstance(said, TransferError), said
 
@@ -111,9 +111,9 @@ def test_a_client_that_shows_nothing_is_not_let_in() -> None:
     with serving(tls=OWN) as (server,):
         trusting = grpc.ssl_channel_credentials(OWN.now.authority)
         options = (("grpc.ssl_target_name_override", OWNER),)
-        identify = methods(OWNER_SERVICE)["Identify"]
+        abort = methods(OWNER_SERVICE)["Abort"]
         with grpc.secure_channel(server.address, trusting, options) as channel, pytest.raises(grpc.RpcError) as refused:
-            identify.bind(channel)(identify.request(), metadata=token_metadata(TOKEN), timeout=WAIT)
+            abort.bind(channel)(abort.request(), metadata=token_metadata(TOKEN), timeout=WAIT)
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
@@ -265,19 +265,19 @@ def test_new_certificates_are_shown_to_who_connects_next_and_cut_no_connection()
         time.sleep(max(0.0, rank.now.ends.timestamp() + 0.1 - time.time()))
         assert owner.now.have_ended
         take_step(ranks, [random_grads(spec, 2)], 0.5)  # over connections that live on
-        assert identify(servers[0], OWN) is grpc.StatusCode.UNAVAILABLE, "the owner's has ended"
+        assert status_of_call(servers[0], OWN) is grpc.StatusCode.UNAVAILABLE, "the owner's has ended"
         owner.renew(RUN.issue("optimizer", [OWNER]))
-        assert identify(servers[0], OWN) is None
-        assert identify(servers[0], Identity(owner.now)) is None
-        assert identify(servers[0], Identity(RUN.issue("x", [OWNER], -short))) is grpc.StatusCode.UNAVAILABLE
+        assert status_of_call(servers[0], OWN) is None
+        assert status_of_call(servers[0], Identity(owner.now)) is None
+        assert status_of_call(servers[0], Identity(RUN.issue("x", [OWNER], -short))) is grpc.StatusCode.UNAVAILABLE
         take_step(ranks, [random_grads(spec, 3)], 0.5)
         assert recorder.total(LINK_RECONNECTS) == 0
         assert masters(ranks[0])
 
 
-def identify(server: OwnerServer, shown: Identity) -> grpc.StatusCode | None:
+def status_of_call(server: OwnerServer, shown: Identity) -> grpc.StatusCode | None:
     """What becomes of a call over a new connection; None: it is answered."""
-    method = methods(OWNER_SERVICE)["Identify"]
+    method = methods(OWNER_SERVICE)["Describe"]
     with open_channel(server.address, shown) as channel:
         try:
             method.bind(channel)(method.request(), metadata=token_metadata(TOKEN), timeout=WAIT)

@@ -181,10 +181,10 @@ POINTS = {
     "lead.before-manifest": Point("rayzero.checkpoint.writer:_commit_staged", _BEFORE),
     "lead.after-manifest": Point("rayzero.checkpoint.writer:_commit_staged", _AFTER),
     "lead.call": Point(
-        "rayzero.store.owner.peers:_Channel.call",
+        "rayzero.store.host.channel:Channel.start",
         _BEFORE,
         repeats=True,
-        lost=strikes.lose_order,
+        lost=strikes.lose_call,
         counts=strikes.method_of_call,
     ),
     # a rank: its start, also in a later life

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
-import importlib
 import mmap
 import os
 import resource
@@ -77,16 +76,10 @@ def method_of_ask(ask: Any, *_: Any) -> str:
 
 
 def lose_call(*_: Any) -> NoReturn:
-    """A rank's call never arrives."""
+    """A call never arrives."""
     raise BrokenLinkError(_LOST)
 
 
 def lose_answer(ask: Any, channel: Any, _: Any) -> None:
-    """A rank's call arrives, but its answer does not."""
+    """A call arrives, but its answer does not."""
     ask._again(channel, BrokenLinkError(_LOST))
-
-
-def lose_order(*_: Any) -> NoReturn:
-    """A call of the lead to another owner never arrives."""
-    grpc: Any = importlib.import_module("rayzero.store.owner.peers").grpc  # only the store imports it
-    raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), _LOST)

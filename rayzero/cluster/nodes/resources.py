@@ -363,7 +363,7 @@ PROCESS = 192
 """Of a process alone: Ray's, gRPC's and torch's own (about 60), exporter, trace, checkpoint, the loop's data."""
 _LINKS = 2  # one that has broken, which the other end may not have noticed, and the next one; or those of two epochs
 _CALLS = 1  # gRPC's connection
-_WAKES = 1  # a rank's eventfd, for each link
+_WAKES = 1  # an eventfd, for each link of a rank, a door or the lead
 _OF_A_LINE = 1 + 1  # of a rank of the host to an owner on another one: its memory, the rank's pidfd
 _TO_SHARDS = 1  # over which an owner takes shards from another one
 _OF_A_NEIGHBOUR = 1 + 4  # a process on the same host: its pidfd, its slabs in two epochs
@@ -377,7 +377,7 @@ def tensor_connections(num_owners: int) -> int:
 def files_of_owner(num_ranks: int, num_owners: int, neighbours: int, num_doors: int = 0, ranks_here: int = 0) -> int:
     """Of an optimizer actor with shards, which may lead."""
     from_ranks = num_ranks * _LINKS * (_CALLS + tensor_connections(num_owners))
-    as_the_lead, from_the_lead = num_owners * _LINKS * _CALLS, _LINKS * _CALLS
+    as_the_lead, from_the_lead = num_owners * _LINKS * (_CALLS + _WAKES), _LINKS * _CALLS
     shards = (num_owners - num_doors) * 2 * _TO_SHARDS  # given and taken
     others = num_owners - 1 if neighbours < num_ranks + num_owners - 1 else 0  # on other hosts, at most
     as_a_door = max(0, others - num_doors) * _of_a_door(ranks_here)

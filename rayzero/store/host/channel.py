@@ -46,11 +46,11 @@ from rayzero.store.wire.tensor_streams import (
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """A rank, an optimizer actor that keeps a copy of an owner's parameters for its host, or a follower."""
+    """A rank, the lead, an optimizer actor that keeps a copy of an owner's parameters for its host, or a follower."""
 
-    name: str  # "rank 3", "optimizer 1" or "follower 8a41", for messages and as the name of its links
+    name: str  # "rank 3", "the lead", "optimizer 1" or "follower 8a41", for messages and as the name of its links
     service: str  # whose methods it calls
-    number: int
+    number: int  # of the rank or the optimizer actor; -1: its links say who it is
     metadata: Metadata = ()  # of each of its calls
 
     @classmethod
@@ -64,14 +64,24 @@ class Caller:
         return cls(f"optimizer {owner}", OWNER_SERVICE, owner)
 
     @classmethod
+    def lead(cls) -> Caller:
+        """The owner of shard 0, as it calls the others."""
+        return cls("the lead", OWNER_SERVICE, -1)
+
+    @classmethod
+    def taker(cls, owner: int) -> Caller:
+        """An optimizer actor that takes shards over, by its number in the next epoch."""
+        return cls(f"optimizer {owner} of the next epoch", OWNER_SERVICE, owner)
+
+    @classmethod
     def follower(cls, name: str) -> Caller:
-        """A process that takes no part in the run; its links say who it is."""
-        return cls(f"follower {name}", FOLLOWER_SERVICE, 0)
+        """A process that takes no part in the run."""
+        return cls(f"follower {name}", FOLLOWER_SERVICE, -1)
 
     @property
     def signature(self) -> Mapping[str, int]:
         """The field of a request that says who sends it."""
-        if self.service == FOLLOWER_SERVICE:
+        if self.number < 0:
             return {}
         return {"rank" if self.service == STORE_SERVICE else "owner": self.number}
 
@@ -93,8 +103,8 @@ class NoAnswerError(StallError):
 
 
 class Channel:
-    """One channel of a link, with the owner's notices: over a connection that others of this process use, too. All its
-    calls end when it is closed."""
+    """One channel of a link, with the owner's notices, which a thread may follow: over a connection that others of
+    this process use, too. All its calls end when it is closed."""
 
     transport = "grpc"
 
@@ -120,12 +130,13 @@ class Channel:
         self._tensors = TensorStreams(address, self._expect)
         self._deadlines = WeakKeyDictionary[Future[Any], float]()  # of calls: monotonic seconds
         self._heard: SimpleQueue[pb.NoticesResponse | Exception] = SimpleQueue()
-        asked = pb.NoticesRequest(ranks=awaited, **caller.signature)
-        self._following: Future[None] | None = self._loop.submit(self._follow(asked))  # None: closed
+        self._notices = pb.NoticesRequest(ranks=awaited, **caller.signature)
+        self._following: Future[None] | None = None
+        self._closed = False
 
-    async def _follow(self, asked: pb.NoticesRequest) -> None:
+    async def _follow(self) -> None:
         try:
-            async for notice in self._grpc.follow(self._methods["Notices"], asked, self._metadata):
+            async for notice in self._grpc.follow(self._methods["Notices"], self._notices, self._metadata):
                 self._heard.put(notice)
             self._heard.put(StoreError(f"{self.peer} stopped"))
         except grpc.RpcError as error:
@@ -169,6 +180,9 @@ class Channel:
 
     def notices(self) -> Iterator[pb.NoticesResponse]:
         """The notices. Raises as ``answer`` does at their end."""
+        with self._lock:
+            if not self._given_up:
+                self._following = self._loop.submit(self._follow())
         while True:
             heard = self._heard.get()
             if isinstance(heard, RayZeroError):
@@ -216,8 +230,9 @@ class Channel:
         for call in list(self._deadlines):
             call.cancel()  # no effect on one that has ended
         with self._lock:
-            following, self._following = self._following, None  # which keeps gRPC's call, and that the connection
-        if following is not None:
+            closed, self._closed = self._closed, True
+            self._following = None  # which keeps gRPC's call, and that the connection
+        if not closed:
             self._loop.loop.call_soon_threadsafe(self._leave)
 
     def _leave(self) -> None:

@@ -11,6 +11,7 @@ on its way over an earlier one.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import select
 import threading
@@ -56,6 +57,8 @@ class LinkUser(Protocol):
     """The object that a link belongs to. The link calls it, in a thread of its own."""
 
     succeeds: bool  # an owner whose process dies gets a successor; False: that is the end of its link
+    greets: bool = False  # ``rejoin`` is called for the first process, too: it may be a successor
+    patience_s: float = math.inf  # after so long a time without a link, it is over
 
     @property
     def awaited(self) -> Sequence[int]:
@@ -70,7 +73,7 @@ class LinkUser(Protocol):
 
     def hear(self, link: OwnerLink, notice: pb.NoticesResponse) -> None:
         """The owner says something unasked."""
-        ...
+        return
 
     def rejoin(self, link: OwnerLink, channel: AnyChannel) -> None:
         """There is a channel to a successor of the owner; no other call goes there before this returns."""
@@ -136,8 +139,11 @@ class OwnerLink:
             error = self._follow()
             if self._openings > opened:
                 pauses, opened = backoff(), self._openings
-            never = not self._user.succeeds and not opened and time.monotonic() - self._down_since > _FIRST_S
-            if never or not isinstance(error, BrokenLinkError):
+            down_s = 0.0 if self._open is not None else time.monotonic() - self._down_since
+            never = not self._user.succeeds and not opened and down_s > _FIRST_S
+            if down_s > self._user.patience_s:
+                self._stop(self.down() or error)
+            elif never or not isinstance(error, BrokenLinkError):
                 self._stop(error)
             if not self._ended.is_set():
                 self._pause(next(pauses))
@@ -301,8 +307,11 @@ class OwnerLink:
             self._process, self._seen = process, SeenProcess.open(process)
 
     def _meet(self, channel: AnyChannel) -> None:
-        """Shake hands with a successor; the first process is greeted by the link's user."""
-        if self._met not in (_NOBODY, self._process):
+        """Shake hands with a successor."""
+        first = self._met is _NOBODY
+        if first and self._user.greets:
+            self._user.rejoin(self, channel)
+        elif not first and self._met != self._process:
             if not self._user.succeeds:
                 raise StateLostError(
                     f"{self.caller.name}: another process answers as {self.name}, which has nothing of what the one "

@@ -306,7 +306,11 @@ class OwnerCalls:
         return self._model.tensors.expect(client, OWNER_SERVICE, request.host, context)
 
     async def notices(self, request: pb.NoticesRequest, context: Context) -> None:
-        """Tell the door of a host what is published. The first notice comes once its ranks have attached."""
+        """Tell the door of a host what is published. The first notice comes once its ranks have attached. The lead
+        learns which process this is, and no more."""
+        if request.WhichOneof("listener") is None:
+            await context.write(pb.NoticesResponse(process=translate.process_to_pb(this_process())))
+            await asyncio.get_running_loop().create_future()  # its link, or the server, ends this
         await self._model.ranks.known(request.ranks)
         stream = self._model.published.open(f"optimizer {request.owner}")
         try:
@@ -368,10 +372,6 @@ class OwnerCalls:
         if self._shared is None:
             raise StoreError(f"optimizer {self._service.owner} has memory of its own, which nobody takes over")
         return self._shared
-
-    async def identify(self, request: pb.IdentifyRequest, context: Context) -> pb.IdentifyResponse:
-        """Say which process this is."""
-        return pb.IdentifyResponse(process=translate.process_to_pb(this_process()))
 
     async def order(self, method: str, request: Any, context: Context) -> Any:
         """Do what the lead says of a step (``_ORDERS``)."""

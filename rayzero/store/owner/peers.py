@@ -1,46 +1,27 @@
 """How the lead reaches an owner in another process: over gRPC or, within a step on its host, through a mailbox.
 
-A link that breaks fails nothing: calls that had no answer are repeated over a new channel, with back-off, and the owner
-executes each once (store/host/owner_link.py does the same for ranks)."""
+A link that breaks fails nothing: calls that had no answer are repeated ([Note: a broken link] in
+store/host/owner_link.py), and the owner executes each once."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import math
 import secrets
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-import grpc
-
-from rayzero.concurrency.backoff import backoff
-from rayzero.concurrency.event_loop import shared_loop
-from rayzero.concurrency.futures import DONE, then
-from rayzero.concurrency.processes import watch_process
-from rayzero.errors import RayZeroError, StoreClosedError, StoreError, TransferError
+from rayzero.concurrency.futures import DONE, settle, then
+from rayzero.errors import EpochOverError, RayZeroError, StoreClosedError, StoreError
 from rayzero.protocol.messages import Decision, FileEntry, FinishReport, NormParts, Record, Write
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.host.channel import BrokenLinkError, Caller
+from rayzero.store.host.owner_link import AnyChannel, LinkUser, OwnerLink
 from rayzero.store.owner.memory.shared_owner import SharedOwner
-from rayzero.store.traffic import count_reconnect
 from rayzero.store.wire import translate
-from rayzero.store.wire.grpc_channel import GrpcChannel
-from rayzero.store.wire.rpc import (
-    OWNER_SERVICE,
-    CallTerms,
-    LinkNumber,
-    Metadata,
-    break_of,
-    from_status,
-    is_broken_link,
-    methods,
-)
+from rayzero.store.wire.rpc import CallTerms
 from rayzero.store.wire.translate import Once, to_failure
 from rayzero.telemetry.recorder import NullRecorder, Recorder
 
@@ -61,35 +42,27 @@ collect_request = Once(_collect)  # of all ranks' reports of one step
 apply_request = Once(_apply)  # of a decision
 
 
-log = logging.getLogger(__name__)
-
 T = TypeVar("T")
 
-_QUICK_S = 10.0  # opening and closing a channel
+_QUICK_S = 10.0  # of an abort
 _ABORT_S = 3.0  # how long an abort is repeated: an owner that cannot be reached has most likely gone itself. An owner
 # that does not hear of it keeps its ranks waiting until they stall
 
 
-_METHODS = methods(OWNER_SERVICE)
+class _Successor(NamedTuple):
+    """What a successor of the owner has to redo first."""
+
+    records: Sequence[Record]
+    caught_up: Future[None]
 
 
-@dataclass(frozen=True, slots=True)
-class _Channel:
-    """One channel of the lead's link to an owner."""
+class RemotePeer(LinkUser):
+    """One owner in another process. An ``OwnerPeer`` (lead/attempt.py), and the user of the lead's link to it.
 
-    link: LinkNumber
-    grpc: GrpcChannel
-    metadata: Metadata  # of each call
+    Knows how to call the owner; not what a step is. Its futures complete in any thread: callbacks on them must not
+    block."""
 
-    async def call(self, method: str, request: Any, timeout_s: float) -> Any:
-        return await self.grpc.call(_METHODS[method], request, timeout_s, (*self.metadata, *self.link.metadata))
-
-
-class RemotePeer:
-    """One owner in another process. An ``OwnerPeer`` (lead/attempt.py).
-
-    Knows the owner's address, how to call it and whether its link is open; not what a step is. Its futures complete on
-    the process's event loop, or in the thread that listens to the mailbox: callbacks on them must not block."""
+    greets = True
 
     def __init__(
         self,
@@ -97,69 +70,67 @@ class RemotePeer:
         address: str,
         terms: CallTerms,
         *,
+        succeeds: bool,
         shared: SharedOwner | None = None,
         timeout_s: float = 600.0,
         recorder: Recorder | None = None,
     ) -> None:
-        """``shared``: the lead's own end of shared memory, which may have a mailbox to the owner; None: it has none.
-        ``timeout_s``: the longest that a call may take, in seconds, while its link is down or open."""
+        """``succeeds``: an owner that dies gets a successor. ``shared``: the lead's own end of shared memory, which may
+        have a mailbox to the owner; None: it has none. ``timeout_s``: the longest that a call may take, and that the
+        link may be down, in seconds."""
         self.owner, self._shared = owner, shared
+        self.succeeds, self.patience_s = succeeds, timeout_s
         self._applied: Future[None] = DONE  # the last decision handed over
-        self._name = f"optimizer {owner} at {address}"
-        self._address, self._tls, self._metadata = address, terms.tls, terms.metadata
-        self._timeout_s = timeout_s
-        self._recorder = recorder or NullRecorder()
-        self._loop = shared_loop()
-        self._aborts: list[Future[None]] = []
+        self._aborts: list[Future[Any]] = []
         self._saves = secrets.randbits(48)  # the number of the last call; a former life of the lead has used others
-        self._over: StoreError | None = None  # why the owner will never answer again
-        self._met = False  # the owner has answered
-        self._down: tuple[float, str] | None = None  # since when the link is down, and why
-        self._unwatch: Callable[[], None] = lambda: None
-        self._changed = asyncio.Event()  # the link is over: nobody waits for it any more
-        self._caught_up = asyncio.Event()  # clear while a successor redoes what is recorded
-        self._caught_up.set()
-        self._successors = 0
-        self._channel = self._loop.run(self._open(LinkNumber("lead", 0)), _QUICK_S)  # freed by: _reopen(), _close()
+        self._successor: _Successor | None = None
+        self._redone: Future[Any] = DONE  # a successor redoes a record
+        self._failed: Callable[[StoreError], None] = lambda _: None
+        recorder = recorder or NullRecorder()
+        self._link = OwnerLink(Caller.lead(), owner, address, terms, self, recorder)  # freed by: close()
 
-    # ---- calls
+    # ---- the link
+
+    def open(self, failed: Callable[[StoreError], None]) -> None:
+        """This process leads: open the link. ``failed`` is called, in any thread, once the owner will never answer
+        again."""
+        self._failed = failed
+        self._link.open()
+
+    def lost(self, link: OwnerLink, error: RayZeroError) -> None:
+        if not isinstance(error, EpochOverError):  # that ends the lead, too
+            self._failed(error if isinstance(error, StoreError) else StoreError(str(error)))
 
     def succeed(self, address: str, records: Sequence[Record]) -> Future[None]:
         """The owner's process has died; its successor is at ``address``. It redoes ``records``; then every call that
-        was not answered is repeated. Done once it has redone them."""
+        was not answered is repeated. Done once it has redone them, unless it dies meanwhile."""
+        self._successor = _Successor(records, Future())
+        self._link.succeed(address)
+        return self._successor.caught_up
 
-        async def succeed() -> None:
-            self._successors += 1
-            successor, self._address = self._successors, address
-            self._caught_up.clear()
-            await self._reopen(self._channel)
-            for record in records:
-                request = pb.RedoRequest(record=translate.record_to_pb(record))
-                await self._ask("Redo", request, self._timeout_s, successor=successor)
-            if successor == self._successors:
-                self._caught_up.set()
-            else:  # it died meanwhile, and another one is asked to redo them
-                await self._caught_up.wait()
+    def rejoin(self, link: OwnerLink, channel: AnyChannel) -> None:
+        """Have a successor redo what is recorded."""
+        successor = self._successor
+        for record in () if successor is None else successor.records:
+            request = pb.RedoRequest(record=translate.record_to_pb(record))
+            self._redone = channel.start("Redo", request, self.patience_s)
+            channel.answer(self._redone)
+        if successor is not None and successor is self._successor:
+            settle(successor.caught_up, None)
 
-        return self._loop.submit(succeed())
+    def trouble(self) -> str | None:
+        """Why its link is down, if it is. May be called in any thread."""
+        down = self._link.down()
+        return None if down is None else str(down)
 
-    def watch(self, died: Callable[[StoreError], None]) -> None:
-        """Call ``died``, on the event loop, as soon as the owner's process has died, if this process can see that."""
+    def close(self) -> None:
+        """Close the connection once the aborts have gone out; other calls under way fail."""
+        wait(self._aborts, _ABORT_S if self._link.channel() is None else _QUICK_S)
+        self._link.close()
+        self._redone.cancel()
+        self._link.join()
 
-        async def watch() -> None:
-            with suppress(RayZeroError):  # its links show the rest
-                answer = await self._ask("Identify", pb.IdentifyRequest(), self._timeout_s)
-                process = translate.process_from_pb(answer.process)
-                error = StoreError(f"optimizer {self.owner} (pid {process.pid}) has died")
-
-                def end() -> None:
-                    if self._over is None:
-                        self._end(error)
-                        died(error)
-
-                self._unwatch = watch_process(process, end) or self._unwatch
-
-        self._loop.submit(watch())
+    # ---- calls
 
     def collect(self, step: int, reports: tuple[FinishReport, ...]) -> Future[NormParts]:
         """Ask for the step's norm parts, which come once every counted push is there."""
@@ -198,24 +169,18 @@ class RemotePeer:
         """Fail every wait at the owner, once it has a decision that is in the mailbox. Errors are ignored: an owner
         that cannot be reached has gone itself."""
         request = pb.AbortRequest(failure=to_failure(error))
-        repeat_s = 0.0 if isinstance(error, StoreClosedError) else _ABORT_S  # at its end, a run's owners end in turn
 
         def abort(_: object) -> None:
-            self._aborts.append(self._loop.submit(self._ask("Abort", request, _QUICK_S, repeat_s)))
+            if not isinstance(error, StoreClosedError):
+                self._aborts.append(self._link.ask("Abort", request, _QUICK_S))
+            elif (channel := self._link.channel()) is not None:  # at its end, a run's owners end in turn: no repeats
+                with suppress(BrokenLinkError):
+                    self._aborts.append(channel.start("Abort", request, _QUICK_S))
 
         (DONE if self._shared is None else self._applied).add_done_callback(abort)
 
-    def close(self) -> None:
-        """Close the connection once the aborts have gone out; other calls under way fail."""
-        wait(self._aborts, _QUICK_S)
-        self._unwatch()
-        self._loop.run(self._close(), _QUICK_S)
-
     def _call(self, method: str, request: Any, read: Callable[[Any], T]) -> Future[T]:
-        async def call() -> T:
-            return read(await self._ask(method, request, self._timeout_s))
-
-        return self._loop.submit(call())
+        return then(self._link.ask(method, request, self.patience_s), read)
 
     def _within_step(self, method: str, request: Any, response: type[Any], read: Callable[[Any], T]) -> Future[T]:
         """Call through the mailbox, if there is one that holds the request."""
@@ -224,81 +189,3 @@ class RemotePeer:
         if asked is None:
             return self._call(method, request, read)
         return then(asked, lambda answer: read(response.FromString(answer)))
-
-    # ---- the link: on the event loop
-
-    async def _ask(
-        self, method: str, request: Any, timeout_s: float, repeat_s: float = math.inf, *, successor: int | None = None
-    ) -> Any:
-        """Make a call, and repeat it over a new channel while the link breaks; not before a successor has redone what
-        is recorded. ``successor``: the call is part of that, by this successor: None once another one has taken its
-        place. Raises the owner's error; TransferError if the link is still down after ``timeout_s`` or ``repeat_s``
-        seconds; why the link is over."""
-        began, pauses = time.monotonic(), backoff()
-        deadline = began + timeout_s
-        while self._over is None:
-            if successor is None:
-                await self._caught_up.wait()
-            elif successor != self._successors:
-                return None
-            channel = self._channel
-            try:
-                answer = await channel.call(method, request, max(0.0, deadline - time.monotonic()))
-            except grpc.RpcError as error:
-                if channel is self._channel and not is_broken_link(error, met=self._met):
-                    raise from_status(error, self._name) from error
-                self._broke(channel, error, logging.WARNING if repeat_s else logging.DEBUG)
-            except asyncio.CancelledError:
-                if channel is self._channel and self._over is None:
-                    raise  # it is not the channel that was closed
-            else:
-                self._works(channel)
-                return answer
-            pause = next(pauses)
-            if time.monotonic() + pause > min(deadline, began + repeat_s):
-                raise self._link_error()
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), pause)
-            await self._reopen(channel)
-        raise self._over
-
-    async def _open(self, before: LinkNumber) -> _Channel:
-        return _Channel(before.next(), GrpcChannel(self._address, self._tls), self._metadata)
-
-    async def _reopen(self, broken: _Channel) -> None:
-        """Replace a channel, once; its other calls end, and are repeated as this one is."""
-        if broken is self._channel and self._over is None:
-            self._channel = await self._open(broken.link)
-            await broken.grpc.close()
-
-    def _broke(self, channel: _Channel, error: grpc.RpcError, level: int) -> None:
-        if channel is self._channel and self._down is None:
-            self._down = time.monotonic(), break_of(error)
-            log.log(level, "the lead lost the link to %s: %s", self._name, self._down[1])
-
-    def _works(self, channel: _Channel) -> None:
-        self._met = True
-        if channel is self._channel and self._down is not None:
-            down_s, self._down = time.monotonic() - self._down[0], None
-            log.warning("the lead: the link to %s is back after %.3g s", self._name, down_s)
-            count_reconnect(self._recorder, "optimizer", down_s)
-
-    def trouble(self) -> str | None:
-        """Why its link is down, if it is. May be called in any thread."""
-        down = self._down
-        return None if down is None else self._broken(*down)
-
-    def _link_error(self) -> TransferError:
-        return TransferError(self._broken(*(self._down or (time.monotonic(), "it has just broken"))))
-
-    def _broken(self, since: float, why: str) -> str:
-        return f"{self._name}: its link is down since {time.monotonic() - since:.3g} s ({why})"
-
-    def _end(self, error: StoreError) -> None:
-        self._over = self._over or error
-        self._changed.set()
-        self._caught_up.set()
-
-    async def _close(self) -> None:
-        self._end(StoreClosedError(f"{self._name}: the store was closed"))
-        await self._channel.grpc.close()

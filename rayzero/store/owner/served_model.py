@@ -228,6 +228,7 @@ class ServedModel:
                 owner,
                 address,
                 self._call_terms,
+                succeeds=terms.replaces_owners,
                 shared=shared,
                 timeout_s=terms.peer_timeout_s,
                 recorder=service.recorder,
@@ -251,7 +252,7 @@ class ServedModel:
             lead = self.lead if self.leads and owner not in self._doors else None
             caught_up = peer.succeed(address, lead.succeeded(owner) if lead is not None else [])
             if lead is not None:
-                caught_up.add_done_callback(partial(_tell, lead, owner))
+                caught_up.add_done_callback(partial(_caught_up, lead, owner))
 
     @property
     def _doors(self) -> range:
@@ -265,9 +266,9 @@ class ServedModel:
             self.spec = spec
             shard_map = owner_map(spec, self.service.num_owners, self.service.ownership)
             self.leads = shard_map.owner(0) == self.service.owner
-            if self.leads and self.lead is not None and not self._terms.replaces_owners:
+            if self.leads and self.lead is not None:
                 for peer in self._peers:
-                    peer.watch(self.lead.owner_failed)
+                    peer.open(self.lead.owner_failed)
 
     def require_lead(self) -> StepLead:
         """The lead. Raises StoreError if this owner does not lead."""
@@ -417,12 +418,8 @@ class ServedModel:
             self.shared.close(retires=retires)
 
 
-def _tell(lead: StepLead, owner: int, caught_up: Future[None]) -> None:
-    error = caught_up.exception()
-    if error is None:
-        lead.caught_up(owner)
-    else:
-        lead.owner_failed(_store_error(error))
+def _caught_up(lead: StepLead, owner: int, _: Future[None]) -> None:
+    lead.caught_up(owner)
 
 
 def _store_error(error: BaseException) -> StoreError:

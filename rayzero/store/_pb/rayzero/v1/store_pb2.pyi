@@ -907,16 +907,6 @@ class AbortResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class IdentifyRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class IdentifyResponse(_message.Message):
-    __slots__ = ("process",)
-    PROCESS_FIELD_NUMBER: _ClassVar[int]
-    process: Process
-    def __init__(self, process: _Optional[_Union[Process, _Mapping]] = ...) -> None: ...
-
 class DescribeEpochRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
