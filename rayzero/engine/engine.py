@@ -24,7 +24,7 @@ from rayzero.engine.autograd.handles import SavedWeights
 from rayzero.engine.autograd.hooks import UnitCalls
 from rayzero.engine.autograd.touch import Unfrozen, guard_for
 from rayzero.engine.engine_memory import HEAP_STEPS, EngineMemory, MemoryStrategy
-from rayzero.engine.private_torch import graph_task_id, is_tracing
+from rayzero.engine.private_torch import graph_task_id, is_proxied, is_tracing
 from rayzero.engine.rank_products import RankProducts
 from rayzero.engine.rank_step import RankStep
 from rayzero.engine.step_clock import LoopMoments, PassTimes
@@ -213,7 +213,7 @@ class Engine:
             self._trains_in = current_thread()
             self.collector.drain()
         self.step_state.raise_if_failed()
-        if torch.compiler.is_exporting() or (is_tracing() and not self.resident):
+        if torch.compiler.is_exporting() or is_proxied() or (is_tracing() and not self.resident):
             raise UnsupportedError(NO_CAPTURE)
         self.registered.check()
         if torch.is_grad_enabled():

@@ -282,6 +282,11 @@ def exchange(optimizer: Any, step: int) -> None:
     optimizer.param_groups[0]["params"].reverse()
 
 
+def halve(optimizer: Any, step: int) -> None:
+    """As schedulers do with a rate that is a tensor."""
+    optimizer.param_groups[0]["lr"].mul_(0.5)
+
+
 def two_groups(params: Any) -> torch.optim.Optimizer:
     first, second, third = params
     return MOMENTUM([{"params": [first, second]}, {"params": [third], "lr": 0.01}])
@@ -305,6 +310,8 @@ TRAINS: dict[str, tuple[Any, ...]] = {  # what makes the optimizer, and what is 
     "hooks of a kernel's class": (after(FUSED, registering),),
     "a scheduler": (after(Flagged, scheduled),),
     "a scheduler of a kernel's class": (after(FUSED, scheduled),),
+    "a rate that is a tensor": (lambda params: torch.optim.SGD(params, lr=torch.tensor(0.1)), halve),
+    "a tensor of another class": (lambda params: Mine(params, lr=torch.tensor(0.1)), halve),
     "states reset by loading none": (MOMENTUM, reset),
     "groups exchanged": (two_groups, exchange),
     "it would read attributes of Parameters": (ByAttribute,),
@@ -317,6 +324,17 @@ TRAINS: dict[str, tuple[Any, ...]] = {  # what makes the optimizer, and what is 
 def test_what_an_instance_has_trains(what: str) -> None:
     make, *around = TRAINS[what]
     both(make, 4, *around)
+
+
+def test_a_gradients_own_dtype_ends_at_the_push() -> None:
+    """Owners get gradients in the dtype of the computation: plain PyTorch's SGD adds 64-bit ones."""
+    ours, plain = net(), net()
+    for weight in (*ours.parameters(), *plain.parameters()):
+        weight.grad_dtype = torch.float64
+    model, optimizer = rayzero.prepare(ours, MOMENTUM(ours.parameters()))
+    train(model, optimizer, 3)
+    train(plain, MOMENTUM(plain.parameters()), 3)
+    torch.testing.assert_close(rayzero.full_state_dict(model), dict(plain.state_dict()), rtol=0, atol=1e-6)
 
 
 def replaced(optimizer: torch.optim.Optimizer) -> None:

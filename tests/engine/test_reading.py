@@ -13,6 +13,7 @@ import pytest
 import torch
 from forked import forked
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrizations
 
 import rayzero
@@ -146,6 +147,7 @@ USES: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "export": (lambda m: torch.export.export(m, (tokens(0)[0],)), CAPTURED),
     "strict export": (lambda m: torch.export.export(m, (tokens(0)[0],), strict=True), CAPTURED),
     "jit.trace": (lambda m: torch.jit.trace(m, (tokens(0)[0],)), CAPTURED),
+    "make_fx": (lambda m: make_fx(m)(tokens(0)[0]), CAPTURED),
     "new Parameter": (lambda m: nn.Parameter(m.norm.weight), r"nn\.Parameter of .*param\.detach\(\)\.clone"),
     "weight_norm": (lambda m: parametrizations.weight_norm(m.layers[0].up), r"nn\.Parameter of .*parametrize"),
     "from_pretrained": (lambda m: nn.Embedding.from_pretrained(m.embed.weight), r"nn\.Parameter of .*parametrize"),

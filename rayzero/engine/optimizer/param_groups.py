@@ -184,12 +184,12 @@ def maker_of(optimizer: torch.optim.Optimizer, hyper: Sequence[Hyper]) -> Optimi
     if cls in ADAMS:  # owners have code of their own, which reads no attributes
         return OptimizerMaker(cls)
     refuse_known(OptimizerMaker(cls))
-    arguments, own = inspect.signature(cls).parameters.keys() - hyper[0].keys(), _own(optimizer)
+    arguments, own = inspect.signature(cls).parameters.keys() - hyper[0].keys(), _own(optimizer, _numbers(optimizer))
     plain = {path: value for path, value in own.items() if _is_plain(value) and path.count(".") < 2}
     make = OptimizerMaker(cls, {path: plain[path] for path in plain if path.rpartition(".")[2] in arguments})
-    left = _differing(own, _own(stand_in(make, hyper)))
+    left = _differing(own, _made(make, hyper))
     make = OptimizerMaker(cls, make.attributes | {path: value for path, value in left.items() if _is_plain(value)})
-    if left := _differing(own, _own(stand_in(make, hyper))):
+    if left := _differing(own, _made(make, hyper)):
         names = ", ".join(map(repr, sorted(left)))
         raise UnsupportedError(
             f"the {cls.__name__} has attributes that owners cannot get: {names}. They make instances from the class, "
@@ -200,9 +200,26 @@ def maker_of(optimizer: torch.optim.Optimizer, hyper: Sequence[Hyper]) -> Optimi
     return make
 
 
+def _made(make: OptimizerMaker, hyper: Sequence[Hyper]) -> dict[str, Any]:
+    """What an instance that owners make keeps."""
+    made = stand_in(make, hyper)
+    return _own(made, _numbers(made))
+
+
+def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """An optimizer's defaults, those that are tensors of one number as the number, as in what owners get."""
+    one = {
+        name: value for name, value in optimizer.defaults.items() if isinstance(value, Tensor) and value.numel() == 1
+    }
+    return optimizer.defaults | {name: value.item() for name, value in one.items()}
+
+
 def attribute_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What an optimizer's ``step()`` may read on it, as of now: dotted path -> value. Torch's own read nothing."""
-    return {} if OptimizerMaker(type(optimizer)).is_torchs else {k: _noted(v) for k, v in _own(optimizer).items()}
+    if OptimizerMaker(type(optimizer)).is_torchs:
+        return {}
+    own = _own(optimizer, {name: value for name, value in optimizer.defaults.items() if not isinstance(value, Tensor)})
+    return {path: _noted(value) for path, value in own.items()}  # schedulers change a rate that is a tensor in place
 
 
 def _noted(value: Any) -> Any:
@@ -216,10 +233,10 @@ def late_attribute(then: dict[str, Any], optimizer: torch.optim.Optimizer) -> st
     return min(_differing(then, attribute_values(optimizer)), default="")
 
 
-def _own(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What an instance keeps beside what torch does. See ``_flat``."""
+def _own(optimizer: torch.optim.Optimizer, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """What an instance keeps beside what torch does, with these ``defaults``. See ``_flat``."""
     slots = (name for kind in type(optimizer).__mro__ for name in _slots(kind) if hasattr(optimizer, name))
-    own = vars(optimizer) | {name: getattr(optimizer, name) for name in slots}
+    own = vars(optimizer) | {name: getattr(optimizer, name) for name in slots} | {"defaults": dict(defaults)}
     return _flat({name: value for name, value in own.items() if name not in _BY_TORCH})
 
 
