@@ -34,21 +34,24 @@ def test_a_thousand_ranks_written_out() -> None:
     # 4 connections for tensors: fetches over 1, pushes, loads and stages over 1 each; links count twice
     # 63 owners may be on other hosts: as a door to them 4 connections and an eventfd, and as much from their doors
     doors = 63 * 2 * (1 + 4 + 1) + 63 * 2 * (1 + 4)
-    assert files_of_owner(1000, 64, 0) == PROCESS + ENTERING + 1000 * 2 * (1 + 4) + 64 * 2 + 2 + 64 * 2 + doors
+    lead = 64 * 2 * (1 + 1)  # its link to each owner, with an eventfd
+    assert files_of_owner(1000, 64, 0) == PROCESS + ENTERING + 1000 * 2 * (1 + 4) + lead + 2 + 64 * 2 + doors
     assert files_of_rank(256, 7) == PROCESS + 256 * 2 * (1 + 4 + 1) + 7 * 5
     # 20 more without shards: a rank asks 19 of them once where they are, and has links to its own
     assert files_of_rank(276, 7, 20) == PROCESS + 257 * 2 * (1 + 4 + 1) + 19 * (1 + 1) + 7 * 5
     doors, from_doors = 255 * 2 * (1 + 4 + 1), 275 * 2 * (1 + 4)
     ranks = 1000 * 2 * (1 + 4)
     shards = 256 * 2
-    assert files_of_owner(1000, 276, 0, 20) == PROCESS + ENTERING + ranks + 276 * 2 + 2 + shards + doors + from_doors
+    assert (
+        files_of_owner(1000, 276, 0, 20) == PROCESS + ENTERING + ranks + 276 * 2 * 2 + 2 + shards + doors + from_doors
+    )
     # such a one: 50 ranks of its host, 950 that ask, 256 owners
     assert files_of_door(1000, 276, 50, 20) == PROCESS + ENTERING + 2 + 50 * 10 + 950 + 256 * 2 * 6 + 50 * 5
     # if it calls them for its ranks, over its own connections: of each rank a line to each, with the rank's pidfd
     calls = 256 * 2 * 50 * 2
     assert files_of_door(1000, 276, 50, 20, 50) == files_of_door(1000, 276, 50, 20) + calls
     # one owner: 2 threads a direction may all be for it
-    assert files_of_owner(10, 1, 3) == PROCESS + ENTERING + 10 * 2 * (1 + 4) + 2 + 2 + 2 + 3 * 5
+    assert files_of_owner(10, 1, 3) == PROCESS + ENTERING + 10 * 2 * (1 + 4) + 2 * 2 + 2 + 2 + 3 * 5
 
 
 def test_the_needs_of_each_process() -> None:
