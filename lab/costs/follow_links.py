@@ -98,11 +98,10 @@ def hold(gbit: float) -> None:
 def follow(orders: Queue[Any], answers: Queue[Any], folder: str) -> None:
     """Answer each order with when it was done, and with the bytes that came."""
     torch.set_num_threads(1)
-    run, addresses, token, shapes = orders.get()
+    way, shapes = orders.get()
 
     def follower() -> Follower:
-        way = addresses, CallTerms(token=token)
-        made = Follower(RemoteRun(run, lambda: way), None, lambda: False)
+        made = opened(*way)
         made.wait(0)
         return made
 
@@ -136,6 +135,12 @@ def follow(orders: Queue[Any], answers: Queue[Any], folder: str) -> None:
     dist.destroy_process_group()
 
 
+def opened(run: str, addresses: list[str], token: str) -> Follower:
+    """A follower over the network."""
+    way = addresses, CallTerms(token=token)
+    return Follower(RemoteRun(run, lambda: way), None, lambda: False)
+
+
 def take_file(server: socket.socket, path: Path) -> int:
     """Write what comes over a connection to a file, and load it; returns its bytes."""
     connection, _ = server.accept()
@@ -157,16 +162,21 @@ def take_broadcast(shapes: list[torch.Size]) -> int:
 # ---- the rank
 
 
+def way_to(context: RankContext) -> tuple[str, list[str], str]:
+    """What ``opened`` takes."""
+    connect: Any = context.connect
+    table, reach = connect.args[1].args[0], connect.args[1].func
+    return context.run, list(table._addresses), follower_token(reach.service.token)
+
+
 def take_turns(
     work: Work, args: argparse.Namespace, orders: Queue[Any], answers: Queue[Any], folder: str, context: RankContext
 ) -> Figures:
     """The rank's loop: at each link, in rounds, each way for one version."""
     model = work.model()
     model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters(), **ADAMW))  # type: ignore[arg-type]
-    connect: Any = context.connect
-    table, reach = connect.args[1].args[0], connect.args[1].func
     shapes = [value.shape for value in rayzero.full_state_dict(model).values()]
-    orders.put((context.run, list(table._addresses), follower_token(reach.service.token), shapes))
+    orders.put((way_to(context), shapes))
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=0, world_size=2)
     port = answers.get(timeout=_PATIENCE_S)
     step = 0

@@ -1,10 +1,11 @@
 """Measures what followers on the run's host cost a step, and how long a version takes to reach one.
 
-    python -m lab followers [--followers 0 1 4] [--rounds 5] [--steps 4] [--dim 512] [--layers 8]
+    python -m lab followers [--network] [--followers 0 1 4] [--rounds 5] [--steps 4] [--dim 512] [--layers 8]
 
 One rank trains the GPT of ``python -m lab step`` in bf16, with two owners. Followers are processes of their own, each
 reads every version it can; rounds play the numbers of followers in turn. A ratio is of the step without followers of
-the same round. A follower's seconds are those of the copy, after it has seen that a version is there. Beside them:
+the same round. A follower's seconds are those of the copy, after it has seen that a version is there. With --network
+followers map no memory and are served as those of other hosts, with calls over this host's loopback. Beside them:
 gathering all weights, writing a safetensors file and reading that, as a loop without followers does.
 """
 
@@ -28,6 +29,7 @@ from safetensors.torch import load_file, save_file
 import rayzero
 from lab.bench.figures import Spread, at_least_one, timed
 from lab.bench.work import ADAMW, Work, loss_of
+from lab.costs.follow_links import opened, way_to
 from rayzero.engine.context import RankContext
 from rayzero.errors import StallError, VersionGoneError
 from rayzero.testing import run_ranks
@@ -37,6 +39,7 @@ _LOOK_S = 0.2  # between two looks of a follower that has no turn
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--network", action="store_true")
     parser.add_argument("--followers", type=int, nargs="+", default=[0, 1, 4])
     for name, default in (("rounds", 5), ("steps", 4), ("dim", 512), ("layers", 8)):
         parser.add_argument(f"--{name}", type=at_least_one, default=default)
@@ -44,12 +47,12 @@ def main() -> None:
     work = Work(precision="bf16", dim=args.dim, layers=args.layers)
     context = multiprocessing.get_context("spawn")
     with context.Manager() as manager:
-        names, copies = manager.Queue(), manager.Queue()
+        ways, copies = manager.Queue(), manager.Queue()
         turns, over = [manager.Event() for _ in range(max(args.followers))], manager.Event()
-        followers = [context.Process(target=follow, args=(names, turn, over, copies)) for turn in turns]
+        followers = [context.Process(target=follow, args=(ways, turn, over, copies)) for turn in turns]
         for follower in followers:
             follower.start()
-        train = partial(take_turns, work, args.followers, args.rounds, args.steps, names, turns)
+        train = partial(take_turns, work, args, ways, turns)
         try:
             config = rayzero.ZeroConfig(precision=work.precision)
             played, saved = run_ranks(train, 1, 2, "shm", processes=True, config=config)[0]
@@ -68,15 +71,15 @@ def main() -> None:
     print(f"  gathered, saved, loaded  {Spread.of(saved).text(1e3, 0)} ms")
 
 
-def follow(names: Queue[str], turn: Event, over: Event, copies: Queue[float]) -> None:
+def follow(ways: Queue[Any], turn: Event, over: Event, copies: Queue[float]) -> None:
     """A follower's process: while it has its turn, it reads every version that it sees."""
     torch.set_num_threads(1)
-    while names.empty():
+    while ways.empty():
         if over.wait(_LOOK_S):
             return
-    name = names.get()
-    names.put(name)
-    with rayzero.follow(name) as follower:
+    way = ways.get()
+    ways.put(way)
+    with rayzero.follow(way) if isinstance(way, str) else opened(*way) as follower:
         while not over.is_set():
             if not turn.wait(_LOOK_S):
                 continue
@@ -88,19 +91,13 @@ def follow(names: Queue[str], turn: Event, over: Event, copies: Queue[float]) ->
 
 
 def take_turns(
-    work: Work,
-    numbers: list[int],
-    rounds: int,
-    steps: int,
-    names: Queue[str],
-    turns: list[Event],
-    context: RankContext,
+    work: Work, args: argparse.Namespace, ways: Queue[Any], turns: list[Event], context: RankContext
 ) -> tuple[dict[int, list[float]], list[float]]:
     """The rank's loop; returns seconds a step by number of followers, one figure a round, and of saves and loads."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))
     model = work.model()
     model, optimizer = rayzero.prepare(model, torch.optim.AdamW(model.parameters(), **ADAMW))
-    names.put(context.run)
+    ways.put(way_to(context) if args.network else context.run)
     step = 0
 
     def take(count: int) -> list[float]:
@@ -116,17 +113,17 @@ def take_turns(
         return found
 
     take(3)
-    played: dict[int, list[float]] = {number: [] for number in numbers}
-    for _ in range(rounds):
-        for number in numbers:
+    played: dict[int, list[float]] = {number: [] for number in args.followers}
+    for _ in range(args.rounds):
+        for number in args.followers:
             for turn in turns[:number]:
                 turn.set()
             take(1)
-            played[number].append(median(take(steps)))
+            played[number].append(median(take(args.steps)))
             for turn in turns:
                 turn.clear()
     with tempfile.TemporaryDirectory() as folder:
-        saved = [timed(partial(save_and_load, model, Path(folder) / "model.safetensors")) for _ in range(rounds)]
+        saved = [timed(partial(save_and_load, model, Path(folder) / "model.safetensors")) for _ in range(args.rounds)]
     return played, saved
 
 
