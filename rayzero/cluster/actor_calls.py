@@ -136,7 +136,7 @@ def make_coordinator(run: str, log: MetricsLog | None, restarts: int, ranks: int
         "namespace": NAMESPACE,
         "num_cpus": 0,  # for actors without CPUs Ray picks a node at random, and only a hard affinity changes that
         "scheduling_strategy": NodeAffinitySchedulingStrategy(here, soft=False),
-        "max_concurrency": ranks + _CALLS,  # each rank has a call that waits until the driver has had its say
+        "max_concurrency": ranks + _CALLS,  # a call of each rank may wait until the driver has told of the run
         "max_restarts": restarts,  # by Ray, so that every process's handle stays good
         "max_task_retries": -1 if restarts else 0,
     }

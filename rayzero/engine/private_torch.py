@@ -62,14 +62,12 @@ def is_averaged(model: torch.nn.Module) -> bool:
     return running is not None and any(module is model for module in running.modules())
 
 
-is_tracing: Callable[[], bool] = _C._is_tracing
-
-
 def is_proxied() -> bool:
     """Whether ``make_fx`` records what this thread computes."""
     return _C._get_dispatch_mode(_C._TorchDispatchModeKey.PROXY) is not None
 
 
+is_tracing: Callable[[], bool] = _C._is_tracing
 """Whether torch.jit.trace runs."""
 
 use_count: Callable[[int], int] = _C._storage_Use_Count

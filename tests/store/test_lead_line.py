@@ -55,7 +55,7 @@ def line(mailbox: Mailbox) -> Iterator[RemoteLead]:
 
 
 def heard(line: RemoteLead) -> LeadHistory:
-    """What a successor of the lead is told."""
+    """What the rank tells a successor of the lead."""
     return translate.history_from_pb(pb.LeadHistory.FromString(line.history().SerializeToString()))
 
 
