@@ -208,10 +208,10 @@ def _made(make: OptimizerMaker, hyper: Sequence[Hyper]) -> dict[str, Any]:
 
 def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """An optimizer's defaults, those that are tensors of one number as the number, as in what owners get."""
-    one = {
-        name: value for name, value in optimizer.defaults.items() if isinstance(value, Tensor) and value.numel() == 1
+    return {
+        name: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        for name, value in optimizer.defaults.items()
     }
-    return optimizer.defaults | {name: value.item() for name, value in one.items()}
 
 
 def attribute_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -236,7 +236,7 @@ def late_attribute(then: dict[str, Any], optimizer: torch.optim.Optimizer) -> st
 def _own(optimizer: torch.optim.Optimizer, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """What an instance keeps beside what torch does, with these ``defaults``. See ``_flat``."""
     slots = (name for kind in type(optimizer).__mro__ for name in _slots(kind) if hasattr(optimizer, name))
-    own = vars(optimizer) | {name: getattr(optimizer, name) for name in slots} | {"defaults": dict(defaults)}
+    own = vars(optimizer) | {name: getattr(optimizer, name) for name in slots} | {"defaults": defaults}
     return _flat({name: value for name, value in own.items() if name not in _BY_TORCH})
 
 
