@@ -193,7 +193,7 @@ def prepare(
     context.prepared += 1
     give_back_freed()  # the model's own memory, which is no longer needed
     if not store.in_process:
-        keep_some_buffers()  # this process is a rank's alone
+        keep_some_buffers(alone=spec.world_size == 1)  # this process is a rank's alone
     writes_groups = any(verdict.writes for verdict in verdicts)
     returned = ZeroOptimizer(optimizer, engine, make, writes_groups=writes_groups, resumed=groups)
     context.begin(returned, tracked, source, comeback, began)

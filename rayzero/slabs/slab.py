@@ -145,9 +145,8 @@ class Slab:
         """Make sure that ``size`` bytes from ``offset`` on have pages, after ``punch`` or if they were left for later;
         no effect on pages that are there. Raises MemoryPlanError if there is no room: without this, a later write would
         be a SIGBUS."""
-        self._open()
         try:
-            os.posix_fallocate(self._fd, offset, size)
+            self._open().allocate(self._fd, offset, size)
         except OSError as error:
             directory = self.path.parent if self.path is not None else None
             raise no_room(size, directory, str(error.strerror)) from error
@@ -268,7 +267,7 @@ def _create(directory: Path | None, filling: _Filling, later: Collection[str], h
         for start, size in _pieces(header, later):
             if not filling.go_on():
                 raise InterruptedError("another slab could not be made")
-            os.posix_fallocate(fd, start, size)  # not ftruncate, with which full memory is a SIGBUS at a later write
+            mapping.allocate(fd, start, size)
             mapping.populate(start, size)
             filling.progress(size)
         os.pwrite(fd, encode_header(header), 0)

@@ -54,7 +54,9 @@ class Window:
         _check([(at, piece.offset, piece.bytes) for at, piece in zip(starts, pieces, strict=True)], pieces)
         self.private, self.bytes = private, sum(piece.bytes for piece in pieces)
         self._parts = [(at, piece.bytes) for at, piece in zip(starts, pieces, strict=True)]  # (offset, bytes)
-        found = mapping.Mapping.reserve(whole_pages(self.bytes))
+        largest = max(range(len(pieces)), key=lambda index: pieces[index].bytes)
+        alike = pieces[largest].offset - starts[largest]  # [Note: huge pages] in mapping.py
+        found = mapping.Mapping.reserve(whole_pages(self.bytes), alike)
         for at, piece in zip(starts, pieces, strict=True):
             found.place(at, piece.slab.fileno(), piece.offset, piece.bytes, private=private)
         self._mapping: mapping.Mapping | None = found
