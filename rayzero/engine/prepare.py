@@ -45,7 +45,7 @@ from rayzero.engine.start.unit_init import Init, materialise
 from rayzero.engine.units.param_unit import ParamUnit
 from rayzero.engine.units.partition import UnitPlan, UnitRule, build_layout
 from rayzero.engine.units.residency import Residency, mapped_units, stays_up
-from rayzero.engine.units.transfers import make_transfers
+from rayzero.engine.units.transfers import has_all_cores, make_transfers
 from rayzero.engine.values import BeforeStateDictLoad
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.kernels import ADAMS, check_moments
@@ -156,8 +156,8 @@ def prepare(
         context.handing_over(_host_bytes(model))
     store = context.connect(number) if context.connect is not None else _alone(config, context, device)
     try:
-        on_cuda = device.type == "cuda"
-        attached = store.attach(spec, page_lock=with_index(device) if on_cuda and config.pin_cpu_memory else None)
+        page_lock = with_index(device) if device.type == "cuda" and config.pin_cpu_memory else None
+        attached = store.attach(spec, page_lock=page_lock, all_cores=has_all_cores(device))
     except BaseException as exc:
         store.close(f"prepare failed: {exc}")
         raise

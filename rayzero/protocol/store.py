@@ -51,11 +51,12 @@ class ParameterStore(Protocol):
         """Whether its owners are in this process."""
         ...
 
-    def attach(self, spec: ModelSpec, *, page_lock: torch.device | None = None) -> Attached:
+    def attach(self, spec: ModelSpec, *, page_lock: torch.device | None = None, all_cores: bool = False) -> Attached:
         """Shake hands with every owner, which then allocates; blocks.
 
         ``page_lock``: the CUDA device for whose copies the memory that ``mapped`` and ``landing`` return is locked;
-        None: it is not.
+        None: it is not. ``all_cores``: the rank computes on every core that it may use. If it is the only rank, owners
+        that would take a core from it learn of its pushes with its finish.
 
         Raises HandshakeError, naming both sides, if this rank's spec differs from the one an owner already has, and
         MemoryPlanError if the owner's host has too little memory.

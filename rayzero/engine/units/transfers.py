@@ -13,7 +13,7 @@ instead of keeping the whole model's gradients.
 [Note: all cores] Torch's threads meet at a barrier after each operation, and spin there. If another thread has one of
 the cores meanwhile, the others wait for as long. So a CPU rank that computes on all cores, or with owners in its
 process, gathers gradients in its computing threads, and begins no forward while owners of its host update (with owners
-in its process, its step() waits for that).
+in its process, its step() waits for that). If it is the only rank, owners square its gradients at its finish.
 """
 
 from __future__ import annotations
@@ -49,8 +49,12 @@ def make_transfers(
     """The transfers of a rank on ``device``; ``pinned``: page-lock staging buffers (CUDA only)."""
     if device.type == "cuda":
         return device_transfers(store, CudaLane(device), units, pinned=pinned)
-    has_all_cores = torch.get_num_threads() >= len(os.sched_getaffinity(0))
-    return UnitTransfers(store, BufferPool(budget=_on_their_way(units)), has_all_cores=has_all_cores)
+    return UnitTransfers(store, BufferPool(budget=_on_their_way(units)), has_all_cores=has_all_cores(device))
+
+
+def has_all_cores(device: torch.device) -> bool:
+    """Whether a rank on ``device`` computes on every core that it may use."""
+    return device.type == "cpu" and torch.get_num_threads() >= len(os.sched_getaffinity(0))
 
 
 def device_transfers(

@@ -88,6 +88,8 @@ class Pushes:
         self._note: Announce = nothing
         self._released = False  # the pages of the region
         self._unwatch: End = lambda: None  # stops reporting the region
+        self.announces_at_finish = False  # while it pushes, the rank needs all cores for itself
+        self._unannounced: dict[int, Sequence[Pushed]] = {}  # by unit; owners that look for another reason see them
         self._free: dict[int, Future[int]] = {}  # unit -> done when its range is free for the step below
         self._steps: dict[int, int] = {}  # unit -> the newest step of its pushes
         self._sent: dict[int, Future[None]] = {}  # unit -> done when nothing is sent from its range any more
@@ -278,7 +280,10 @@ class Pushes:
             if isinstance(grads, Tensor) and region.holds(push.unit, grads):
                 self._sent[push.unit] = sent
             pushed = region.put(push, grads)
-            if pushed:
+            if pushed and self.announces_at_finish:
+                self._note(push.unit, pushed)
+                self._unannounced[push.unit] = pushed
+            elif pushed:
                 self._announce(push.unit, pushed)
                 region.announced(push.unit)
         except Exception as exc:  # whatever it is, the push's future raises it
@@ -286,6 +291,14 @@ class Pushes:
             return exc
         self._order.end(0, push, None)
         return None
+
+    def announce(self) -> None:
+        """Announce the pushes that were kept for the rank's finish, which comes next."""
+        for unit, pushed in self._unannounced.items():
+            self._announce(unit, pushed)
+            if self.region is not None:
+                self.region.announced(unit)
+        self._unannounced = {}
 
     def close(self) -> None:
         """Write the pushes that no longer wait, fail the others, then end the thread. Idempotent."""

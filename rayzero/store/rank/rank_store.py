@@ -31,7 +31,7 @@ from rayzero.concurrency.futures import (
 from rayzero.errors import EpochOverError, RayZeroError, StoreClosedError, StoreError
 from rayzero.layout.model_layout import Shard, UnitLayout, dtype_name
 from rayzero.memory.process_memory import give_back_freed
-from rayzero.protocol.gradient_sum import ScatteredUnit
+from rayzero.protocol.gradient_sum import ScatteredUnit, has_totals
 from rayzero.protocol.messages import (
     COMPUTE,
     MASTER,
@@ -103,7 +103,9 @@ class RankStore(ParameterStore):
 
     # ---- handshake
 
-    def attach(self, spec: ModelSpec, *, page_lock: torch.device | None = None) -> Attached:
+    def attach(self, spec: ModelSpec, *, page_lock: torch.device | None = None, all_cores: bool = False) -> Attached:
+        alone = not has_totals(spec.world_size) and not self.in_process
+        self._pushes.announces_at_finish = all_cores and alone
         while True:
             epoch = self._epochs.number
             with self._attaching:
@@ -354,6 +356,7 @@ class RankStore(ParameterStore):
         if report.step < self._decided:
             return then(self.decision(report.step), _norm_of)
         awaited = f"the norm of step {report.step}"
+        self._pushes.announce()
         if self._joined is not None and self._joined.finished is not None:
             self._joined.finished(report)
         if inputs is None:
