@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Mapping
 from itertools import groupby
 
@@ -215,16 +214,18 @@ def _tell_update(recorder: Recorder, owned: OwnedShard, work: ShardWork) -> None
     states = 2 * (4 + kept)  # master and states, read and written; half of a split master is what is published
     written = owned.params.itemsize if owned.split is None and owned.params is not owned.master else 0
     updated = _elements(owned, work.contributors)
-    read = {ranks: sum(work.gradients[rank].itemsize for rank in ranks) for ranks in updated}
-    recorder.add(OPTIMIZER_PARAMS, updated.total())
-    recorder.add(OPTIMIZER_BYTES, sum(count * (states + written + read[ranks]) for ranks, count in updated.items()))
+    moved = 0.0
+    for ranks, count in updated.items():
+        moved += count * (states + written + sum(work.gradients[rank].itemsize for rank in ranks))
+    recorder.add(OPTIMIZER_PARAMS, sum(updated.values()))
+    recorder.add(OPTIMIZER_BYTES, moved)
 
 
-def _elements(owned: OwnedShard, contributors: Contributors) -> Counter[tuple[int, ...]]:
+def _elements(owned: OwnedShard, contributors: Contributors) -> dict[tuple[int, ...], int]:
     """Updated elements by contributors."""
     if len(set(contributors)) == 1:  # the usual case; models have many parameters
-        return Counter({contributors[0]: owned.filled if contributors[0] else 0})
-    updated = Counter[tuple[int, ...]]()
+        return {contributors[0]: owned.filled if contributors[0] else 0}
+    updated = dict[tuple[int, ...], int]()
     for part, ranks in zip(owned.slices, contributors, strict=True):
-        updated[ranks] += part.numel if ranks else 0
+        updated[ranks] = updated.get(ranks, 0) + (part.numel if ranks else 0)
     return updated

@@ -95,15 +95,22 @@ class PublishStreams:
         self._loop = loop
         self._known: dict[int, Published] = {}  # by shard
         self._error: RayZeroError | None = None
-        self._lock = threading.Lock()  # held while ``_totals`` changes
+        self._lock = threading.Lock()  # held while ``_versions`` or ``_totals`` changes
+        self._versions: list[Published] = []  # that were not told yet
         self._totals: dict[int, int] = {}  # by shard, what is in its total that was not told yet
-        self._anyone = True  # perhaps, somebody hears that
+        self._heard = False  # there is a listener, perhaps; what was published before it is told as it comes
+        self._anyone = True  # perhaps, somebody hears of totals
         self._streams: set[PublishStream] = set()
         self._newest: dict[str, PublishStream] = {}  # by listener, while it is open
 
     def publish(self, published: Sequence[Published]) -> None:
-        """Pass new versions on to every listener."""
-        self._loop.call_soon_threadsafe(self._tell, published)
+        """Pass new versions on to every listener. Waking the event loop takes a tenth of a millisecond from the update,
+        so it is only done for a listener, and not twice before the loop has looked."""
+        with self._lock:
+            asked = bool(self._versions)
+            self._versions += published
+        if not asked and self._heard:
+            self._loop.call_soon_threadsafe(self._tell)
 
     def abort(self, error: RayZeroError) -> None:
         """Tell every listener that the run has failed; the first error wins."""
@@ -116,7 +123,8 @@ class PublishStreams:
         if older is not None:
             self._streams.discard(older)
             older.end()
-        self._tell_totals()  # those that nobody has heard
+        self._heard = True  # from here on, news are told; those before are here
+        self._tell()
         stream = self._newest[listener] = PublishStream(listener, self._known, self._error)
         self._streams.add(stream)
         self._anyone = True
@@ -125,6 +133,7 @@ class PublishStreams:
     def close(self, stream: PublishStream) -> None:
         """Remove a listener."""
         self._streams.discard(stream)
+        self._heard = bool(self._streams)
         if self._newest.get(stream.listener) is stream:
             del self._newest[stream.listener]
 
@@ -133,11 +142,17 @@ class PublishStreams:
         with self._lock:
             asked, self._totals[shard] = bool(self._totals), word
         if not asked and self._anyone:
-            self._loop.call_soon_threadsafe(self._tell_totals)
+            self._loop.call_soon_threadsafe(self._tell)
 
-    def _tell_totals(self) -> None:
+    def _tell(self) -> None:
         with self._lock:
+            published, self._versions = self._versions, []
             totals, self._totals = self._totals, {}
+        for each in published:
+            before = self._known.get(each.shard)
+            self._known[each.shard] = each if before is None else each._replace(total=before.total)
+        for stream in self._streams if published else ():
+            stream.add([self._known[each.shard] for each in published])
         self._anyone = any(stream.hears_totals for stream in self._streams)
         told = [self._known[shard]._replace(total=word) for shard, word in totals.items() if shard in self._known]
         self._known.update((each.shard, each) for each in told)
@@ -145,14 +160,8 @@ class PublishStreams:
             if stream.hears_totals:
                 stream.add(told)
 
-    def _tell(self, published: Sequence[Published]) -> None:
-        for each in published:
-            before = self._known.get(each.shard)
-            self._known[each.shard] = each if before is None else each._replace(total=before.total)
-        for stream in self._streams:
-            stream.add([self._known[each.shard] for each in published])
-
     def _fail(self, error: RayZeroError) -> None:
+        self._tell()
         self._error = self._error or error
         for stream in self._streams:
             stream.fail(self._error)

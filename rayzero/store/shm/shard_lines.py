@@ -130,8 +130,8 @@ class LineJournal:
         slices: torch.Tensor,
     ) -> None:
         """``line``: its address. ``slices``: int64, (2, slices, 2): two copies, of which the line says which holds."""
-        self._line, self._stamps, self._first, self._undo, self._slices = line, stamps, first, undo, slices
-        self._copy = copy
+        self._line, self._stamps, self._first, self._undo, self._copy = line, stamps, first, undo, copy
+        self._slices = slices.numpy()  # written faster than a tensor
 
     def stamps(self, version: int) -> TileStamps:
         """See ``ShardJournal.stamps``."""
@@ -144,7 +144,7 @@ class LineJournal:
     def applied(self, version: int, slices: Sequence[tuple[int, int]]) -> None:
         """See ``ShardJournal.applied``: one store makes version and slices valid together."""
         other = 1 - self._holds
-        self._slices[other] = torch.tensor(slices, dtype=torch.int64, device="cpu").view(-1, 2)
+        self._slices[other] = slices
         store_release_64(self._line + APPLIED, 2 * (version + 1) + other)
 
     def keep(self, slices: Sequence[tuple[int, int]]) -> None:
