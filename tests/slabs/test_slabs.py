@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import gc
+import mmap
 import os
 import resource
 import signal
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +30,7 @@ from rayzero.errors import (
     StoreError,
     UnsupportedError,
 )
+from rayzero.memory.mapping import huge_page
 from rayzero.quantities import PAGE
 from rayzero.slabs.header import (
     SlabFacts,
@@ -77,6 +81,63 @@ def test_punched_pages_are_free_and_come_back_as_zeros():
         assert not values[2 * PAGE : MIB - 2 * PAGE].any()
         made.punch(start + 1, PAGE)
         assert _pages(made) == whole, "no whole page"
+    finally:
+        made.close()
+
+
+def _has_huge_pages() -> bool:
+    """Whether the kernel makes huge pages of shared memory for a program that asks; without RayZero's code."""
+    huge = huge_page()
+    if huge > 64 * MIB:  # other processors, or no such pages
+        return False
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    reserved = mmap.mmap(-1, 2 * huge)
+    at = ctypes.addressof(ctypes.c_char.from_buffer(reserved))
+    at += -at % huge
+    with tempfile.TemporaryFile(dir=SHARED_MEMORY) as file:
+        file.write(bytes(huge))
+        file.flush()
+        fixed = 0x10
+        assert libc.mmap(at, huge, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | fixed, file.fileno(), 0) == at
+        return libc.madvise(at, huge, 25) == 0
+
+
+def _in_huge_pages(path: Path | None) -> int:
+    """Bytes of a file that this process maps as huge pages."""
+    found, ours = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split(" ")[0]:
+            ours = line.endswith(str(path))
+        elif ours and line.startswith("ShmemPmdMapped"):
+            found += 1024 * int(line.split()[1])
+    return found
+
+
+@pytest.mark.skipif(
+    not SHARED_MEMORY.is_dir() or not _has_huge_pages(), reason="the kernel makes no huge pages of shared memory"
+)
+def test_shared_memory_has_huge_pages_in_every_process_and_gives_any_page_back() -> None:
+    size, huge = 4 * huge_page(), huge_page()
+    start = header_bytes(num_regions=1)
+    made = Slab.create(header(size), SHARED_MEMORY)
+    try:
+        values, whole = made.tensor(start, size, torch.uint8).fill_(7), _pages(made)
+        assert _in_huge_pages(made.path) == 4 * huge, "all but the last page"
+        assert made.path is not None
+        attached = Slab.attach(made.path, writable=False, **OURS)
+        assert bool((attached.tensor(start, size, torch.uint8) == 7).all())
+        assert _in_huge_pages(made.path) == 8 * huge, "mapped twice"
+        attached.close()
+        made.punch(huge + PAGE, PAGE)
+        assert _pages(made) == whole - PAGE, "one small page of a huge one"
+        gone = slice(huge + PAGE - start, huge + 2 * PAGE - start)
+        assert not values[gone].any()
+        values[gone] = 7
+        made.allocate(huge, huge)
+        assert bool((values == 7).all()), "what is there stays"
     finally:
         made.close()
 

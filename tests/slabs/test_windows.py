@@ -11,6 +11,7 @@ import torch
 from forked import forked
 
 from rayzero.errors import MemoryPlanError, StoreClosedError, UnsupportedError
+from rayzero.memory.mapping import huge_page
 from rayzero.quantities import PAGE
 from rayzero.slabs.header import SlabFacts, lay_out_slab
 from rayzero.slabs.slab import Slab, create_slabs
@@ -58,6 +59,16 @@ def test_pieces_of_two_slabs_are_one_tensor(slabs: list[Slab], private: bool) ->
     assert window.tensor().numel() == window.bytes == 3 * PAGE + 10
     assert pages(window) == [12, 13, 2, 4]
     assert window.tensor(torch.bfloat16).numel() == (3 * PAGE + 10) // 2
+
+
+def test_the_largest_piece_lies_in_memory_as_in_its_file(tmp_path: Path) -> None:
+    """So that huge pages of the file are huge pages here. [Note: huge pages] in mapping.py."""
+    if (huge := huge_page()) > 64 << 20:
+        pytest.skip("no huge pages")
+    (slab,) = create_slabs([lay_out_slab(FACTS, [("data", 2 * huge, 0)])], tmp_path)
+    window = Window([piece(slab, 1, 2 * PAGE), piece(slab, 5, huge + PAGE), piece(slab, 3)], private=False)
+    assert (window.tensor().data_ptr() + 2 * PAGE) % huge == 5 * PAGE
+    slab.close()
 
 
 @pytest.mark.parametrize("private", [False, True])

@@ -24,9 +24,11 @@ from rayzero.slabs.sweep import SHARED_MEMORY, list_slabs
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
 from rayzero.store.owner.handlers import ModelCalls
 from rayzero.store.owner.memory.shared_owner import SharedOwner
+from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.remote.owner_table import OwnerTable, connect_store
 from rayzero.store.shm.lines import Line
 from rayzero.store.shm.shared_plan import SharedPlan
+from rayzero.store.shm.signals import Bell
 from rayzero.store.shm.words import Stamps
 from rayzero.telemetry.names import TRANSFER_BYTES
 from rayzero.telemetry.recorder import MemoryRecorder, NullRecorder
@@ -34,7 +36,7 @@ from tests.support import needs
 from tests.support.waiting import until
 
 from .stores import TOKEN, connected, serving
-from .toy import WAIT, Rank, equal, make_spec, masters, random_grads, started, take_step
+from .toy import WAIT, PlainAdamW, Rank, equal, make_spec, masters, random_grads, started, take_step
 
 pytestmark = needs.signals_between_processes
 
@@ -82,6 +84,34 @@ def test_no_call_is_made_within_a_step(stack: ExitStack, monkeypatch: pytest.Mon
         for mean in [rank.store.mean(given) for rank in ranks]:
             assert mean.result(WAIT) == given.values
     assert calls == []
+
+
+@pytest.mark.parametrize(("world_size", "all_cores", "wakes"), [(1, True, False), (1, False, True), (2, True, True)])
+def test_only_a_lone_rank_on_all_cores_lets_owners_sleep_until_its_finish(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch, world_size: int, all_cores: bool, wakes: bool
+) -> None:
+    """[Note: all cores] in engine/units/transfers.py. What was dropped by zero_grad() does not count."""
+    rung, ring = list[Bell](), Bell.ring
+    attach = RankStore.attach
+    monkeypatch.setattr(Bell, "ring", lambda bell: (rung.append(bell), ring(bell)))
+    monkeypatch.setattr(RankStore, "attach", lambda store, spec: attach(store, spec, all_cores=all_cores))
+    ranks = ranks_of(stack, served(stack, 2), world_size)
+    plain = PlainAdamW(ranks[0].spec, fused=True)
+    for step in range(3):
+        for rank in ranks:
+            rank.fetch()
+            rank.push(random_grads(rank.spec, 50 + step), units=[0])
+            rank.zero_grad()
+        grads = [random_grads(rank.spec, 10 * step + rank.rank) for rank in ranks]
+        rung.clear()
+        for rank, mine in zip(ranks, grads, strict=True):
+            rank.push(mine)
+        assert bool(rung) is wakes
+        for norm in [rank.finish() for rank in ranks]:
+            norm.result(WAIT)
+        plain.step(grads)
+    for name, value in masters(ranks[0], 3).items():
+        torch.testing.assert_close(value, plain.values[name], rtol=1e-6, atol=1e-7)
 
 
 def test_a_message_of_another_rank_is_refused_over_a_line_too(stack: ExitStack) -> None:

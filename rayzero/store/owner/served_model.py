@@ -96,7 +96,7 @@ class PublishStreams:
         self._known: dict[int, Published] = {}  # by shard
         self._error: RayZeroError | None = None
         self._lock = threading.Lock()  # held while ``_versions`` or ``_totals`` changes
-        self._versions: list[Published] = []  # that were not told yet
+        self._versions: dict[int, Published] = {}  # by shard, that were not told yet
         self._totals: dict[int, int] = {}  # by shard, what is in its total that was not told yet
         self._heard = False  # there is a listener, perhaps; what was published before it is told as it comes
         self._anyone = True  # perhaps, somebody hears of totals
@@ -108,7 +108,7 @@ class PublishStreams:
         so it is only done for a listener, and not twice before the loop has looked."""
         with self._lock:
             asked = bool(self._versions)
-            self._versions += published
+            self._versions.update((each.shard, each) for each in published)
         if not asked and self._heard:
             self._loop.call_soon_threadsafe(self._tell)
 
@@ -146,13 +146,13 @@ class PublishStreams:
 
     def _tell(self) -> None:
         with self._lock:
-            published, self._versions = self._versions, []
+            published, self._versions = self._versions, {}
             totals, self._totals = self._totals, {}
-        for each in published:
-            before = self._known.get(each.shard)
-            self._known[each.shard] = each if before is None else each._replace(total=before.total)
+        for shard, each in published.items():
+            before = self._known.get(shard)
+            self._known[shard] = each if before is None else each._replace(total=before.total)
         for stream in self._streams if published else ():
-            stream.add([self._known[each.shard] for each in published])
+            stream.add([self._known[shard] for shard in published])
         self._anyone = any(stream.hears_totals for stream in self._streams)
         told = [self._known[shard]._replace(total=word) for shard, word in totals.items() if shard in self._known]
         self._known.update((each.shard, each) for each in told)
