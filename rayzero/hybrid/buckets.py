@@ -202,7 +202,7 @@ class TileAdam:
     def _allocate(self, *, amsgrad: bool) -> None:
         for kind in adam_states(amsgrad=amsgrad):
             if kind not in self._moments:
-                self._moments[kind] = torch.zeros(self._bucket.numel, dtype=torch.float32, device="cpu")
+                self._moments[kind] = host_zeros(self._bucket.numel, torch.float32, pinned_for=None)
                 self._views[kind] = self._bucket.views(self._moments[kind])
                 self._tails = Tails(self._bucket, self._moments)
 

@@ -43,6 +43,7 @@ _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 _HIGHEST = 7 if sys.byteorder == "little" else 0  # the byte of a pagemap entry that has these flags (bits 63, 62, 61)
 _PRESENT, _SWAPPED, _OF_FILE = 0x80, 0x40, 0x20
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of fallocate(2), Linux
+_HUGEPAGE = 14  # MADV_HUGEPAGE, Linux
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 _COLLAPSE = 25  # MADV_COLLAPSE, Linux 6.1
 
@@ -68,9 +69,13 @@ class Mapping:
 
     @classmethod
     def fresh(cls, size: int) -> Mapping:
-        """Map ``size`` bytes of zeroed memory of this process. Raises OSError."""
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        return cls(_map(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0), size)
+        """Map ``size`` bytes of zeroed memory of this process, in huge pages where the system has them. Raises
+        OSError."""
+        found, flags = cls.reserve(size), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
+        _map(found.address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+        with suppress(OSError):  # a kernel without them
+            found._advise(0, size, _HUGEPAGE)
+        return found
 
     @classmethod
     def reserve(cls, size: int, file_offset: int = 0) -> Mapping:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rayzero.errors import StateLostError, StoreError
 from rayzero.kernels.stamps import TileStamps
+from rayzero.memory.mapping import host_zeros
 from rayzero.memory.planner import OwnerPlan
 from rayzero.protocol.gradient_sum import FormerRank, TotalLine
 from rayzero.protocol.messages import FormerShard, ModelSpec
@@ -167,6 +168,8 @@ class DeviceStates:
 
 def carve(sizes: Sizes, dtype: torch.dtype, *, device: torch.device | None = None) -> dict[int, Tensor]:
     """One zeroed block cut into 1D tensors. ``device``: None is the host."""
-    block = torch.zeros(sum(numel for _, numel in sizes), dtype=dtype, device=device or "cpu")
+    numel = sum(numel for _, numel in sizes)
+    on_host = device is None or device.type == "cpu"
+    block = host_zeros(numel, dtype, pinned_for=None) if on_host else torch.zeros(numel, dtype=dtype, device=device)
     ends = accumulate(numel for _, numel in sizes)
     return {key: block[end - numel : end] for (key, numel), end in zip(sizes, ends, strict=True)}
