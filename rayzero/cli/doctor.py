@@ -163,14 +163,26 @@ def memory() -> Finding:
 
 
 def shared_memory(slab_dir: Path) -> Finding:
-    """Room where ranks and owners of a host share memory; Ray keeps its object store in /dev/shm."""
+    """Room where ranks and owners of a host share memory, and how large its pages are; Ray keeps its object store in
+    /dev/shm."""
     usage = shutil.disk_usage(slab_dir)
     with tempfile.TemporaryFile(dir=slab_dir) as file:
         os.posix_fallocate(file.fileno(), 0, 1 << 20)
-    detail, enough = f"{slab_dir} {usage.free / GIB:.2f} GiB free of {usage.total / GIB:.2f} GiB, writable", True
+        pages = "huge pages" if _makes_huge_pages(file.fileno()) else "small pages only, updates take a seventh longer"
+    room = f"{slab_dir} {usage.free / GIB:.2f} GiB free of {usage.total / GIB:.2f} GiB"
+    detail, enough = f"{room}, writable, {pages}", True
     if usage.free < _LEAST_SHM:
         detail, enough = f"{detail}; at least {format_bytes(_LEAST_SHM)} are needed: docker --shm-size", False
     return Finding(name="shared memory", ok=enough, detail=detail)
+
+
+def _makes_huge_pages(fd: int) -> bool:
+    from rayzero.memory.mapping import Mapping, huge_page
+
+    if (size := huge_page()) > GIB:  # there are none
+        return False
+    os.ftruncate(fd, size)
+    return Mapping.of_file(fd, size, writable=True).make_huge(0, size)
 
 
 def slabs(slab_dir: Path) -> Finding:

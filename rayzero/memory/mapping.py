@@ -113,9 +113,16 @@ class Mapping:
         for block in range(start, stop, huge):
             os.posix_fallocate(fd, block, PAGE)
         if start < stop:
-            with suppress(OSError):  # then the range gets small pages, or the next call says that there is no room
-                self._advise(start, stop - start, _COLLAPSE)
+            self.make_huge(start, stop - start)  # or the next call makes small pages, or says that there is no room
         os.posix_fallocate(fd, offset, size)
+
+    def make_huge(self, offset: int, size: int) -> bool:
+        """Make huge pages of a range of a file, each block of which has a page; whether the system did."""
+        try:
+            self._advise(offset, size, _COLLAPSE)
+        except OSError:
+            return False
+        return True
 
     def populate(self, offset: int, size: int) -> None:
         """Fault in pages of a fresh file mapping, which are zero. Raises OSError if memory is short."""
