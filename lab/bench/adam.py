@@ -34,6 +34,7 @@ from rayzero.kernels.moments import BLOCK, CODED, moment_bytes
 from rayzero.kernels.native import NativeKernel, NativeLibrary, Team
 from rayzero.kernels.torch_kernel import TorchKernel
 from rayzero.layout.model_layout import ModelLayout, lay_out_unit
+from rayzero.memory.mapping import host_zeros
 from rayzero.owner.memory import HostMemory
 from rayzero.owner.rules import AdamRule
 from rayzero.owner.shard import OwnedShard, ShardWork, allocate
@@ -107,23 +108,25 @@ def make_memory(count: int, moments: str = "fp32") -> AdamMemory:
     """Adam's memory of ``count`` elements, fp32 with bf16 parameters; all pages are touched."""
     dtype = CODED.get(moments, torch.float32)
     return AdamMemory(
-        master=torch.randn(count, dtype=torch.float32, device="cpu"),
-        exp_avg=torch.zeros(count, dtype=dtype, device="cpu"),
-        exp_avg_sq=torch.zeros(count, dtype=dtype, device="cpu"),
+        master=_touched(count, torch.float32).normal_(),
+        exp_avg=_touched(count, dtype),
+        exp_avg_sq=_touched(count, dtype),
         max_exp_avg_sq=None,
-        params=torch.zeros(count, dtype=torch.bfloat16, device="cpu"),
-        scales=(
-            torch.zeros(count // BLOCK, dtype=torch.float32, device="cpu"),
-            torch.zeros(count // BLOCK, dtype=torch.float32, device="cpu"),
-        )
+        params=_touched(count, torch.bfloat16),
+        scales=(_touched(count // BLOCK, torch.float32), _touched(count // BLOCK, torch.float32))
         if moments in CODED
         else None,
     )
 
 
+def _touched(count: int, dtype: torch.dtype) -> Tensor:
+    """Zeroed memory with the pages that owners have."""
+    return host_zeros(count, dtype, pinned_for=None).zero_()
+
+
 def limit_path(library: NativeLibrary, count: int, threads: int) -> Path:
     """The path of the limit: rewrite three arrays in place."""
-    arrays, team = [torch.randn(count, dtype=torch.float32, device="cpu") for _ in range(3)], Team(library, threads)
+    arrays, team = [_touched(count, torch.float32).normal_() for _ in range(3)], Team(library, threads)
 
     def run() -> None:
         library.rewrite(team.address, *(array.data_ptr() for array in arrays), count, 1.0, native.TILE)

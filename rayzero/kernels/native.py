@@ -15,6 +15,7 @@ import sysconfig
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from ctypes import POINTER, byref, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
 from itertools import chain
 from pathlib import Path
@@ -488,5 +489,9 @@ def measure_bandwidth(threads: int) -> float | None:
 
 
 def _array() -> Tensor:
-    """A 1D fp32 array with all pages touched. It has its own mapping, because malloc may keep freed memory."""
-    return torch.frombuffer(mmap.mmap(-1, 4 * _ELEMENTS), dtype=torch.float32).fill_(1.0)
+    """A 1D fp32 array with all pages touched, huge ones as owners' are, where there are some. It has its own mapping,
+    because malloc may keep freed memory."""
+    memory = mmap.mmap(-1, 4 * _ELEMENTS)
+    with suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.float32).fill_(1.0)
