@@ -148,7 +148,9 @@ class SharedOwner:
             check_header(str(control.path), control.header, run=spec.run, layout_digest=spec.layout.digest)
             check_regions(control, regions, but="undo")  # of which each life has as many as threads
             lines = ShardLines(control, plan.shards_of(self.owner))
-            lines.check(str(control.path))
+            began = lines.news() or plan.ownership.epoch or not plan.shards_of(self.owner)
+            if began:  # else a death may have come before the lines say which shards they are of
+                lines.check(str(control.path))
         except HandshakeError as error:
             control.close(unlink=False)
             raise HandshakeError(
@@ -158,7 +160,7 @@ class SharedOwner:
         except BaseException:
             control.close(unlink=False)
             raise
-        if plan.shards_of(self.owner) and not lines.news() and not plan.ownership.epoch:
+        if not began:
             control.close(unlink=False)
             former.remove()
             return None
