@@ -1,4 +1,4 @@
-"""``python -m rayzero``: the same as the ``rayzero`` command."""
+"""``python -m rayzero``, and the ``rayzero`` command."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ except ModuleNotFoundError as error:  # in a clone, every Python finds rayzero, 
     sys.exit(
         f"rayzero: {sys.executable} has no {error.name}; type scripts/setup, then .venv/bin/rayzero (docs/install.md)"
     )
+except KeyboardInterrupt:
+    print("rayzero: stopped before it began", file=sys.stderr)
+    sys.exit(130)
 
 if __name__ == "__main__":
     main()

@@ -158,9 +158,7 @@ class StepLead:
                 for future in asked.norms.values():
                     self._answer(future, asked.norm, self._nonfinite(self._attempt))
         self._writes.go_on(self._attempt.step, *writes_made(steps))
-        for rank, each in histories.items():
-            for mean in each.means:
-                self._means.know(rank, mean.number, mean.given)
+        self._means.go_on({rank: each.means for rank, each in histories.items()})
         self._end_means()
         everyone = range(self._spec.world_size)
         self._checkpoints.go_on(

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from rayzero.concurrency.futures import chain, settled
-from rayzero.errors import ConfigError, RankLeftError, RayZeroError, StepMismatchError, StoreError
+from rayzero.errors import ConfigError, RankLeftError, RayZeroError, StateLostError, StepMismatchError
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.lead.attempt import have, owing
-from rayzero.protocol.messages import COMPUTE, MASTER, MeanInput, Write, quoted
+from rayzero.protocol.messages import COMPUTE, MASTER, MEANS_KEPT, GivenMean, MeanInput, Write, quoted
 
 
 @dataclass(eq=False)
@@ -159,8 +159,6 @@ def _disagreement(rank: int, ours: Write, other: int, theirs: Write, layout: Mod
 
 Mean = tuple[float, ...]
 
-_KEPT = 64  # results, each of a few kilobytes at most, that a rank that comes back may ask for again
-
 
 @dataclass(eq=False)
 class _Call:
@@ -193,9 +191,12 @@ class Means:
 
     def ask(self, rank: int, number: int, given: MeanInput) -> Future[Mean]:
         """A future of the result of a rank's ``number``th call. A repeat changes nothing and gets the same result.
-        Raises StoreError if every rank has already had that result."""
+        Raises StateLostError for one that is no longer kept."""
         if number <= self._forgotten:
-            raise StoreError(f"rank {rank} repeats call {number} of mean_over_ranks(), whose result is no longer kept")
+            raise StateLostError(
+                f"rank {rank} repeats call {number} of mean_over_ranks(), whose result is no longer kept: those of the "
+                f"last {MEANS_KEPT} calls are; resume the run from its newest checkpoint"
+            )
         call = self._calls.setdefault(number, _Call(number))
         call.give(rank, given)
         newest = self._calls.get(self._newest.get(rank, 0))
@@ -207,6 +208,14 @@ class Means:
         mine: Future[Mean] = Future()
         chain(call.outcome, mine)  # a separate future, so that a rank that gives up does not fail the others'
         return mine
+
+    def go_on(self, given: Mapping[int, Sequence[GivenMean]]) -> None:
+        """Begin with the last calls that ranks made in a former life of the lead, by rank. What a rank gave to those
+        before, nobody knows."""
+        self._forgotten = max((min(each.number for each in calls) for calls in given.values() if calls), default=1) - 1
+        for rank, calls in given.items():
+            for each in calls:
+                self.know(rank, each.number, each.given)
 
     def know(self, rank: int, number: int, given: MeanInput) -> None:
         """What a rank gave to a call: a former life of the lead heard it, or a former life of the rank gave it. It does
@@ -239,7 +248,7 @@ class Means:
     def _forget(self, world_size: int) -> None:
         """Drop results that no rank will ask for again: all have made many later calls. (A rank that comes back asks
         for those of its last step again.)"""
-        oldest = min(self._newest.get(rank, 0) for rank in range(world_size)) - _KEPT
+        oldest = min(self._newest.get(rank, 0) for rank in range(world_size)) - MEANS_KEPT
         for number in [number for number, call in self._calls.items() if number < oldest and call.over]:
             del self._calls[number]
             self._forgotten = max(self._forgotten, number)

@@ -43,6 +43,7 @@ CLASS = "optimizer"  # the entry of a parameter group that says which of several
 _NAMES_SHOWN = 8  # how many of a mapping's names a message shows
 MOST_BACKWARDS = (1 << 15) - 2  # that a step can be planned with: rounds of a total have 15 bits
 MEAN_BYTES = 4000  # the most that one mean over ranks may hold: it fits a mailbox of shared memory
+MEANS_KEPT = 64  # of the last calls of mean_over_ranks, for ranks that come back and make some of them again
 
 Hyper = dict[str, Any]  # one parameter group's options, JSON-able: lr, betas, eps, weight_decay, ...
 ATTEMPTS = 1 << 16  # of each life within a step: a later life's pushes replace those of earlier ones
@@ -471,7 +472,7 @@ class LeadHistory:
     """What a rank has asked a lead that has died, and been answered: the lead's successor goes on from there."""
 
     steps: tuple[StepHistory, ...] = ()  # those that may not be decided, ascending
-    means: tuple[GivenMean, ...] = ()  # the last that it asked for
+    means: tuple[GivenMean, ...] = ()  # the last MEANS_KEPT that it asked for
     saved: EndedSave | None = None  # the last one that has ended
     begun: BegunSave | None = None  # the last one that was begun beside the training, and perhaps has ended
 

@@ -5,8 +5,11 @@ processes, tests/cluster/ what only Ray has."""
 from __future__ import annotations
 
 import functools
+import os
+import signal
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,7 @@ from rayzero.slabs.sweep import list_slabs
 from rayzero.testing import Transport, run_ranks
 from tests.support import needs
 from tests.support.faults import Fault, FaultError, Faults
+from tests.support.waiting import until
 
 from .disturbed import (
     OWNERS,
@@ -32,6 +36,7 @@ from .disturbed import (
     Disturbed,
     another_host,
     differences,
+    missed,
     train,
     undisturbed,
     unsharded,
@@ -451,6 +456,27 @@ def test_an_owner_that_dies_while_a_rank_maps_its_memory_ends_the_run_by_name(po
     with pytest.raises(StateLostError, match=r"optimizer 1 .*has died before it had published every first value"):
         disturbed.results()
     disturbed.check_nothing_left()
+
+
+@pytest.mark.parametrize("owner", range(OWNERS))
+def test_an_owner_dies_with_all_ranks_before_it_has_a_value(owner: int, expected: Any, tmp_path: Path) -> None:
+    """Nobody has seen its memory but the other owner, which finds its successor in other memory."""
+    late = (Fault(f"rank {rank}", "rank.attached", "delay", life=0, seconds=60.0) for rank in range(RANKS))
+    faults = Faults(tmp_path, (*late, Fault(f"optimizer {owner}", "owner.attach", "delay", RANKS)))
+
+    def kill() -> None:
+        until(lambda: missed(faults) == [])
+        for struck in map(faults.struck, range(RANKS + 1)):
+            assert struck is not None
+            os.kill(struck.pid, signal.SIGKILL)
+
+    loop = functools.partial(train, base=seeded(Small, 3), folder=tmp_path)
+    with ThreadPoolExecutor(1) as pool:
+        killed_all = pool.submit(kill)
+        found = run_ranks(loop, RANKS, OWNERS, "shm", True, stall_timeout=20.0, max_failures=RANKS + 1, faults=faults)
+        killed_all.result()
+    assert [life for life, *_ in found] == [1] * RANKS
+    assert differences(found, expected) == []
 
 
 @pytest.mark.spread(1)

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -21,6 +22,8 @@ from rayzero.errors import ConfigError, StateLostError, UnsupportedError
 from rayzero.protocol.messages import MeanInput
 from rayzero.telemetry.names import EXPOSED_WAIT_SECONDS
 from rayzero.testing import Killed, run_ranks
+from tests.support import needs
+from tests.support.faults import Fault, Faults
 
 from .models import Net, prepared_copy, seeded, token_loss, tokens
 
@@ -265,3 +268,24 @@ def test_a_call_before_the_loop_is_refused_when_its_rank_has_come_back() -> None
     """It would take the place of another one."""
     with pytest.raises(StateLostError, match="none between prepare"):
         run(0.0, extra=True)
+
+
+def many(context: RankContext) -> list[float]:
+    """Every iteration begins with many means."""
+    torch.set_num_threads(1)
+    model, optimizer = prepared_copy(seeded(Net), torch.optim.SGD, lr=0.1)
+    rayzero.track()
+    for step in range(context.step, 3):
+        found = [rayzero.mean_over_ranks(float(step + call)) for call in range(20)]
+        token_loss(model, tokens(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+@needs.shared_memory
+def test_a_rank_dies_with_the_lead_and_repeats_calls_that_the_others_made_long_ago(tmp_path: Path) -> None:
+    faults = Faults(tmp_path, (Fault("rank 1", "rank.pushed-last", nth=2), Fault("optimizer 0", "lead.finish", nth=3)))
+    found = run_ranks(many, 2, 2, "shm", True, stall_timeout=20.0, max_failures=2, faults=faults)
+    assert all(faults.struck(index) for index in range(2))
+    assert found == [[2.0 + call for call in range(20)]] * 2

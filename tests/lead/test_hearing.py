@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rayzero.checkpoint.writer import checkpoint_name, staging_path, taken_path, write_rank_state
-from rayzero.errors import CheckpointWriteError, StoreError
+from rayzero.errors import CheckpointWriteError, StateLostError, StoreError
 from rayzero.lead.attempt import attempts_of
 from rayzero.lead.lead import StepLead
 from rayzero.owner.service import ShardService
@@ -107,6 +107,18 @@ def test_a_mean_that_a_dead_rank_had_is_made_again_for_others(lead: StepLead, sp
     assert not asked.done()
     lead.know_mean(1, 1, given[1]).result(WAIT)
     assert asked.result(WAIT) == (2.0,)
+
+
+def test_a_mean_older_than_what_a_rank_still_knows_is_refused_by_name(lead: StepLead, spec: ModelSpec) -> None:
+    """Rank 1 has died with the lead, and would wait for what rank 0 gave to it."""
+    given = MeanInput(names=(), shape=(), values=(1.0,), weight=1.0)
+    lead.attach(
+        0, spec, history=LeadHistory(means=(GivenMean(number=8, given=given), GivenMean(number=9, given=given)))
+    )
+    lead.attach(1, spec)
+    with pytest.raises(StateLostError, match=r"^rank 1 repeats call 7 of mean_over_ranks\(\), .*newest checkpoint"):
+        lead.mean(1, 7, given).result(WAIT)
+    assert lead.mean(1, 8, given).result(WAIT) == (1.0,)
 
 
 def test_a_rank_that_gives_to_a_mean_again_waits_for_nobody_in_it(lead: StepLead, spec: ModelSpec) -> None:

@@ -92,7 +92,7 @@ def test_a_wheel_has_licence_types_and_the_command(sdist: Path, tmp_path: Path) 
     info = f"rayzero-{rayzero.__version__}.dist-info"
     assert archive.read(f"{info}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
     assert "rayzero/py.typed" in archive.namelist()
-    assert "rayzero = rayzero.cli:main" in archive.read(f"{info}/entry_points.txt").decode()
+    assert "rayzero = rayzero.__main__:main" in archive.read(f"{info}/entry_points.txt").decode()
     said = Parser().parsestr(archive.read(f"{info}/METADATA").decode())
     assert (said["Name"], said["Version"], said["Requires-Python"]) == ("rayzero", rayzero.__version__, ">=3.11")
     assert set(said.get_all("Provides-Extra")) == set(PROJECT["optional-dependencies"])

@@ -48,6 +48,22 @@ def test_a_python_without_the_packages_is_named_with_what_it_lacks() -> None:
     )
 
 
+def test_ctrl_c_while_the_command_is_imported_is_one_line() -> None:
+    code = """
+import sys
+
+class CtrlC:
+    def find_spec(self, name, *_):
+        if name == "typer":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, CtrlC())
+import rayzero.__main__
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (130, "rayzero: stopped before it began\n")
+
+
 def test_import_loads_nothing_else(tmp_path: Path) -> None:
     bare, ours = (run(code, tmp_path)[0] for code in ("", "import rayzero; dir(rayzero); rayzero.__version__"))
     standard = {name for name in ours - bare if name.partition(".")[0] in sys.stdlib_module_names}

@@ -12,7 +12,7 @@ import pytest
 import torch
 from clock import StallClock
 
-from rayzero.errors import ConfigError, RankLeftError, StallError, StepMismatchError, StoreError
+from rayzero.errors import ConfigError, RankLeftError, StallError, StateLostError, StepMismatchError, StoreError
 from rayzero.lead.lead import StepLead
 from rayzero.lead.requests import Means
 from rayzero.protocol.messages import COMPUTE, MEAN_BYTES, MeanInput
@@ -275,7 +275,7 @@ def test_a_repeated_message_changes_nothing() -> None:
             lead.mean(rank, call, number(0.0))
     late = lead.mean(1, 1, number(2.0))  # all have gone on: it came twice over the network
     with pytest.raises(
-        StoreError, match=r"rank 1 repeats call 1 of mean_over_ranks\(\), whose result is no longer kept"
+        StateLostError, match=r"rank 1 repeats call 1 of mean_over_ranks\(\), whose result is no longer kept"
     ):
         late.result(0)
     assert lead.describe() == "ranks [0, 1] have not finished step 0"

@@ -31,6 +31,7 @@ from rayzero.store.owner.hosted import HostedModels
 from rayzero.store.owner.server import OwnerServer, serve_models
 from rayzero.store.rank.rank_store import RankStore
 from rayzero.store.remote.remote_connection import RankTerms, RemoteConnection
+from rayzero.store.shm.shard_lines import ShardLines
 from rayzero.testing.rank_processes import PRELOADED
 from tests.support import needs
 
@@ -266,10 +267,11 @@ def test_a_successor_with_other_threads_continues(slab_dir: Path, undisturbed: t
         assert same(found.states(), expected.at(found.version)) == []
 
 
-def test_slabs_without_any_published_shard_are_replaced(slab_dir: Path) -> None:
-    """The process died before rank 0 had loaded the first shard."""
+@pytest.mark.parametrize("described", [True, False])
+def test_slabs_without_any_published_shard_are_replaced(slab_dir: Path, described: bool) -> None:
+    """The process died before rank 0 had loaded the first shard, or before the lines said which shards they are of."""
     spec = spec_of("empty")
-    program = multiprocessing.get_context("forkserver").Process(target=attach_and_die, args=(slab_dir, spec))
+    program = multiprocessing.get_context("forkserver").Process(target=attach_and_die, args=(slab_dir, spec, described))
     program.start()
     program.join()
     assert program.exitcode == -signal.SIGKILL
@@ -285,6 +287,8 @@ def test_slabs_without_any_published_shard_are_replaced(slab_dir: Path) -> None:
     assert list_slabs(slab_dir) == []
 
 
-def attach_and_die(directory: Path, spec: ModelSpec) -> None:
+def attach_and_die(directory: Path, spec: ModelSpec, described: bool) -> None:
+    if not described:
+        ShardLines.describe = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     HostedModels(0, 1, share=directory)[0].service.attach(0, spec, own_gradients=True)
     os.kill(os.getpid(), signal.SIGKILL)

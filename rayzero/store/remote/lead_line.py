@@ -8,7 +8,6 @@ again, but other ranks may still wait for the same answer: so the successor of a
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -19,6 +18,7 @@ from typing import Any, TypeVar
 from rayzero.concurrency.futures import chain, then
 from rayzero.errors import RayZeroError, StoreClosedError
 from rayzero.protocol.messages import (
+    MEANS_KEPT,
     AttemptHistory,
     BegunSave,
     CheckpointInfo,
@@ -43,7 +43,6 @@ from rayzero.store.rank.shared_memory import SharedRank
 from rayzero.store.wire import translate
 from rayzero.store.wire.rpc import STORE_SERVICE, methods
 
-_MEANS = 8  # a rank makes its means one after the other, so that the last one would do
 T = TypeVar("T")
 
 
@@ -55,7 +54,7 @@ class NotedCalls:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._steps: dict[int, StepHistory] = {}  # freed by: a later step's norm, or the decision
-        self._means: deque[GivenMean] = deque(maxlen=_MEANS)
+        self._means: dict[int, GivenMean] = {}  # by number. freed by: later ones
         self._saved: EndedSave | None = None
         self._begun: BegunSave | None = None
 
@@ -63,7 +62,7 @@ class NotedCalls:
         """All of it."""
         with self._lock:
             steps = tuple(self._steps[step] for step in sorted(self._steps))
-            return LeadHistory(steps=steps, means=tuple(self._means), saved=self._saved, begun=self._begun)
+            return LeadHistory(steps=steps, means=tuple(self._means.values()), saved=self._saved, begun=self._begun)
 
     # ---- calls
 
@@ -84,7 +83,9 @@ class NotedCalls:
     def mean(self, number: int, given: MeanInput) -> None:
         """The rank asks for a mean."""
         with self._lock:
-            self._means.append(GivenMean(number=number, given=given))
+            self._means[number] = GivenMean(number=number, given=given)
+            if len(self._means) > MEANS_KEPT:
+                del self._means[min(self._means)]
 
     def _step(self, step: int) -> StepHistory:
         return self._steps.get(step) or StepHistory(step=step)

@@ -98,7 +98,7 @@ class SharedOwner:
         self._ranks: dict[int, _Rank] = {}
         self._orders: dict[int, Asker] = {}  # on the lead: its mailbox to each other owner
         self._lead: Answerer | None = None  # where this owner answers the lead
-        self._others: list[Slab] = []  # control slabs of other owners
+        self._others: dict[int, Slab] = {}  # control slabs of other owners
         self._listener: Listener | None = None
         self.door: Door | None = None  # of this host, if this owner is that
         self._plan: SharedPlan | None = None
@@ -148,7 +148,9 @@ class SharedOwner:
             check_header(str(control.path), control.header, run=spec.run, layout_digest=spec.layout.digest)
             check_regions(control, regions, but="undo")  # of which each life has as many as threads
             lines = ShardLines(control, plan.shards_of(self.owner))
-            lines.check(str(control.path))
+            began = lines.news() or plan.ownership.epoch or not plan.shards_of(self.owner)
+            if began:  # else a death may have come before the lines say which shards they are of
+                lines.check(str(control.path))
         except HandshakeError as error:
             control.close(unlink=False)
             raise HandshakeError(
@@ -158,7 +160,7 @@ class SharedOwner:
         except BaseException:
             control.close(unlink=False)
             raise
-        if plan.shards_of(self.owner) and not lines.news() and not plan.ownership.epoch:
+        if not began:
             control.close(unlink=False)
             former.remove()
             return None
@@ -261,17 +263,22 @@ class SharedOwner:
         return known
 
     def _meet_owners(self, owners: Mapping[int, str]) -> None:
-        """Open the mailboxes between the lead and the other owners, at the first rank's join."""
+        """Open the mailboxes between the lead and the other owners, at the first rank's join; anew with an owner that
+        has died before it had any value, and whose successor made other slabs."""
         plan = self._plan
         assert plan is not None
         lead = plan.shard_map.owner(0)
-        if self._orders or self._lead is not None or lead not in owners or self.owner not in owners:
+        if lead not in owners or self.owner not in owners:
             return
         for owner, path in owners.items():
             if owner == self.owner or lead not in (owner, self.owner):
                 continue
-            slab = plan.attach(path, f"optimizer {self.owner}", writable=True)
-            self._others.append(slab)
+            former = self._others.get(owner)
+            if former is not None and str(former.path) == path:
+                continue
+            slab = self._others[owner] = plan.attach(path, f"optimizer {self.owner}", writable=True)
+            if former is not None:
+                former.close()
             if lead == self.owner:
                 orders = cells_of(self._own_control(), "orders", owner, plan.order_bytes)
                 replies = cells_of(slab, "replies", 0, plan.reply_bytes)
@@ -279,7 +286,8 @@ class SharedOwner:
             else:
                 orders = cells_of(slab, "orders", self.owner, plan.order_bytes)
                 replies = cells_of(self._own_control(), "replies", 0, plan.reply_bytes)
-                self._lead = Answerer(orders, replies, bell_of(slab), resumes=self._taken_over)
+                resumes = self._taken_over and former is None
+                self._lead = Answerer(orders, replies, bell_of(slab), resumes=resumes)
 
     def _own_control(self) -> Slab:
         assert self._control is not None
@@ -396,7 +404,7 @@ class SharedOwner:
             asker.close(error)
         for rank in list(self._ranks):
             self.leave(rank)
-        for slab in self._others:
+        for slab in self._others.values():
             slab.close()
         if self._prepared is not None:
             self._prepared.close()
