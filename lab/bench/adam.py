@@ -29,8 +29,8 @@ from torch import Tensor
 
 from lab.bench.figures import Busy, Spread, about, at_least_one, plain, timed
 from rayzero.errors import UnsupportedError
-from rayzero.kernels import AdamMemory, AdamOptions, Kernel, Segment, native
-from rayzero.kernels.moments import BLOCK, CODED, moment_bytes
+from rayzero.kernels import AdamMemory, AdamOptions, Kernel, Segment, adam_states, native
+from rayzero.kernels.moments import BLOCK, CODED, CodedMoment, Moment, PlainMoment, moment_bytes
 from rayzero.kernels.native import NativeKernel, NativeLibrary, Team
 from rayzero.kernels.torch_kernel import TorchKernel
 from rayzero.layout.model_layout import ModelLayout, lay_out_unit
@@ -105,19 +105,16 @@ class Row:
 
 def make_memory(count: int, moments: str = "fp32") -> AdamMemory:
     """Adam's memory of ``count`` elements, fp32 with bf16 parameters; all pages are touched."""
-    dtype = CODED.get(moments, torch.float32)
+
+    def state(kind: str) -> Moment:
+        values = torch.zeros(count, dtype=CODED.get(moments, torch.float32), device="cpu")
+        scales = torch.zeros(count // BLOCK, dtype=torch.float32, device="cpu")
+        return CodedMoment(values, scales, kind == "exp_avg_sq") if moments in CODED else PlainMoment(values)
+
     return AdamMemory(
         master=torch.randn(count, dtype=torch.float32, device="cpu"),
-        exp_avg=torch.zeros(count, dtype=dtype, device="cpu"),
-        exp_avg_sq=torch.zeros(count, dtype=dtype, device="cpu"),
-        max_exp_avg_sq=None,
+        states={kind: state(kind) for kind in adam_states(amsgrad=False)},
         params=torch.zeros(count, dtype=torch.bfloat16, device="cpu"),
-        scales=(
-            torch.zeros(count // BLOCK, dtype=torch.float32, device="cpu"),
-            torch.zeros(count // BLOCK, dtype=torch.float32, device="cpu"),
-        )
-        if moments in CODED
-        else None,
     )
 
 
