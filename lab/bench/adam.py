@@ -29,8 +29,8 @@ from torch import Tensor
 
 from lab.bench.figures import Busy, Spread, about, at_least_one, plain, timed
 from rayzero.errors import UnsupportedError
-from rayzero.kernels import AdamMemory, AdamOptions, Kernel, Segment, native
-from rayzero.kernels.moments import BLOCK, CODED, moment_bytes
+from rayzero.kernels import AdamMemory, AdamOptions, Kernel, Segment, adam_states, native
+from rayzero.kernels.moments import BLOCK, CODED, CodedMoment, Moment, PlainMoment, moment_bytes
 from rayzero.kernels.native import NativeKernel, NativeLibrary, Team
 from rayzero.kernels.torch_kernel import TorchKernel
 from rayzero.layout.model_layout import ModelLayout, lay_out_unit
@@ -106,16 +106,16 @@ class Row:
 
 def make_memory(count: int, moments: str = "fp32") -> AdamMemory:
     """Adam's memory of ``count`` elements, fp32 with bf16 parameters; all pages are touched."""
-    dtype = CODED.get(moments, torch.float32)
+
+    def state(kind: str) -> Moment:
+        values = _touched(count, CODED.get(moments, torch.float32))
+        scales = _touched(count // BLOCK, torch.float32)
+        return CodedMoment(values, scales, kind == "exp_avg_sq") if moments in CODED else PlainMoment(values)
+
     return AdamMemory(
         master=_touched(count, torch.float32).normal_(),
-        exp_avg=_touched(count, dtype),
-        exp_avg_sq=_touched(count, dtype),
-        max_exp_avg_sq=None,
+        states={kind: state(kind) for kind in adam_states(amsgrad=False)},
         params=_touched(count, torch.bfloat16),
-        scales=(_touched(count // BLOCK, torch.float32), _touched(count // BLOCK, torch.float32))
-        if moments in CODED
-        else None,
     )
 
 

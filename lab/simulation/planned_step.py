@@ -14,7 +14,7 @@ from rayzero.errors import ConfigError
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.plan.bound import StepTraffic, step_traffic
 from rayzero.plan.hardware import Hardware
-from rayzero.plan.tiers import hosts_of_owners, hosts_of_ranks, shares_memory, summed_groups
+from rayzero.plan.tiers import hosts_of_owners, hosts_of_ranks, summed_groups
 from rayzero.plan.work import Work
 
 __all__ = ["simulate_step"]
@@ -40,7 +40,7 @@ def simulate_step(
     ranks, owners = tuple(hosts_of_ranks(scaling, hosts)), tuple(hosts_of_owners(zero, scaling, hosts))
     traffic = step_traffic(layout, work, zero, scaling, state_bytes=state_bytes, splits=splits)
     alone = len({*ranks, *owners}) == 1
-    transport: Transport = "shm" if shares_memory(zero) else "grpc"
+    transport: Transport = "shm" if zero.shared_directory is not None else "grpc"
     machine = replace(
         measured.machine,
         memory=hardware.memory,

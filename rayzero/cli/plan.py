@@ -156,7 +156,7 @@ def format_plan(planned: RecipePlan) -> str:
     tensors = planned.of.parameters
     where = "GPU" if planned.hardware.hosts.on_gpu else "CPU rank"
     lines = [
-        f"{recipe.model}, {planned.of.num_params:,} parameters in {count(len(planned.of.layout.units), 'unit')}, "
+        f"{recipe.model}, {tensors.total_elements:,} parameters in {count(len(planned.of.layout.units), 'unit')}, "
         f"{count(recipe.scaling.num_workers, 'rank')}, {count(recipe.scaling.num_optimizers, 'optimizer actor')}, "
         f"{recipe.zero.precision}",
         f"  {count(tensors.total_parameters, 'tensor')} of {tensors.min_parameter_size:,} to "

@@ -18,7 +18,6 @@ from rayzero.kernels.native import NativeBlocks, load
 
 BLOCK = 256  # values that share a scale
 _GROUPS = 8  # of a block, with a scale of 8 bits each, in 4 bits
-_SLACK = 1 + 2.0**-18  # for the roundings of scales in fp32
 _SCALE = 4  # bytes of a float32
 
 
@@ -87,12 +86,6 @@ class Int8(_Blocks):
         scale = rows[:, :_SCALE].contiguous().view(torch.float32)
         return rows[:, _SCALE:].view(torch.int8).float() * scale
 
-    def error_bound(self, values: Tensor) -> Tensor:
-        """m / 254 for the block's largest magnitude m, and half a step of the dtype."""
-        blocks = _padded(values).double()
-        most = blocks.abs().amax(dim=1, keepdim=True)
-        return _with_rounding(most / 254 * _SLACK + 2.0**-142, most, values)
-
 
 class FourBits(_Blocks):
     """4 bits a value and two levels of scales: 140 bytes a block (0.547 bytes a value).
@@ -126,15 +119,6 @@ class FourBits(_Blocks):
         codes = torch.stack([(pairs << 4) >> 4, pairs >> 4], dim=2).float()  # shifts keep the sign
         return codes.view(-1, _GROUPS, BLOCK // _GROUPS) * step.unsqueeze(2)
 
-    def error_bound(self, values: Tensor) -> Tensor:
-        """(g + m / 255) / 14 for the largest magnitudes g of the group and m of the block, and half a step of the
-        dtype."""
-        groups = _padded(values).double().view(_blocks_of(values), _GROUPS, BLOCK // _GROUPS)
-        largest = groups.abs().amax(dim=2, keepdim=True)
-        most = largest.amax(dim=1, keepdim=True)
-        bound = (largest + most / 255) / 14 * _SLACK + 2.0**-137
-        return _with_rounding(bound.expand_as(groups).reshape(len(groups), BLOCK), most[:, 0], values)
-
 
 @functools.cache
 def _native(bits: int) -> NativeBlocks | None:
@@ -142,26 +126,14 @@ def _native(bits: int) -> NativeBlocks | None:
     return None if isinstance(library, str) else NativeBlocks(library, bits)
 
 
-def _blocks_of(values: Tensor) -> int:
-    return -(-values.numel() // BLOCK)
-
-
 def _padded(values: Tensor) -> Tensor:
     """float32, a row a block."""
     missing = -values.numel() % BLOCK
     wide = values.float()
-    return (torch.constant_pad_nd(wide, (0, missing)) if missing else wide).view(_blocks_of(values), BLOCK)
+    return (torch.constant_pad_nd(wide, (0, missing)) if missing else wide).view(-1, BLOCK)
 
 
 def _largest(values: Tensor) -> Tensor:
     """Largest magnitudes along the last dimension; every nan is the same one."""
     found = values.abs().amax(dim=-1)
     return found.where(~found.isnan(), torch.nan)
-
-
-def _with_rounding(bound: Tensor, most: Tensor, values: Tensor) -> Tensor:
-    """``bound`` (a row a block, or one a block) and half a step of the dtype at the decoded value; nan where the
-    block's largest magnitude ``most`` is inf or nan."""
-    bound = bound.where(most.isfinite(), torch.nan).expand(len(most), BLOCK).reshape(-1)[: values.numel()]
-    found = torch.finfo(values.dtype)
-    return bound + ((values.double().abs() + bound) * (found.eps / 2)).clamp_min(found.tiny * found.eps / 2)

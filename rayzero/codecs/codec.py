@@ -47,12 +47,6 @@ class Codec(Protocol):
         Raises StoreError where the bytes cannot be those of so many values."""
         ...
 
-    def error_bound(self, values: Tensor) -> Tensor:
-        """For each of ``values``, by how much its decoded value may differ: float64, on their device.
-
-        Infinite where the value may come back as inf, and nan where it comes back as nan."""
-        ...
-
 
 class Raw:
     """Values as they are."""
@@ -75,10 +69,6 @@ class Raw:
     def decode(self, encoded: Tensor, values: Tensor) -> None:
         """One copy; from page-locked memory the caller does not wait for it."""
         values.view(torch.uint8).copy_(encoded, non_blocking=True)
-
-    def error_bound(self, values: Tensor) -> Tensor:
-        """Zero."""
-        return torch.zeros_like(values, dtype=torch.float64)
 
 
 RAW = Raw()
@@ -111,14 +101,6 @@ class Halves:
     def decode(self, encoded: Tensor, values: Tensor) -> None:
         """Exact from the 16 bits."""
         values.copy_(encoded.view(self._dtype))
-
-    def error_bound(self, values: Tensor) -> Tensor:
-        """Half the distance to the next 16-bit float; infinite from half a step above the largest on."""
-        found = torch.finfo(self._dtype)
-        size = values.double().abs()
-        twice = 1 + 2.0**-12 if values.dtype == torch.float64 else 1.0  # rounded twice
-        bound = (size * (found.eps / 2)).clamp_min(found.tiny * found.eps / 2) * twice
-        return bound.where(size < found.max * (1 + found.eps / 4), torch.inf).where(size.isfinite(), 0.0)
 
 
 FRAME = 131072  # values
@@ -174,10 +156,6 @@ class Lossless:
         whole = _decompressed(pieces, [len(frame) for frame in frames for _ in range(size)])
         for i, frame in enumerate(frames):
             _join(whole[i * size : (i + 1) * size], frame)
-
-    def error_bound(self, values: Tensor) -> Tensor:
-        """Zero."""
-        return torch.zeros_like(values, dtype=torch.float64)
 
 
 _EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")

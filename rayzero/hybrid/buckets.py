@@ -191,7 +191,8 @@ class TileAdam:
             ((bucket.offsets[i], self._lengths[i], (0,), self._group_at[i], self._steps[i]) for i in present), options
         )
         moments = {kind: PlainMoment(values) for kind, values in self._moments.items()}
-        memory = AdamMemory.over(bucket.master, moments, bucket.params)
+        params = None if bucket.params is bucket.master else bucket.params
+        memory = AdamMemory(master=bucket.master, states=moments, params=params)
         self._kernel.update(memory, [gradients], segments, scale)
         assert self._tails is not None, "tails are created with the moments"
         self._tails.update(present, {i: options[self._group_at[i]] for i in present}, self._steps, scale)

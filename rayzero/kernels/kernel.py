@@ -100,49 +100,20 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamMemory:
-    """One shard's tensors, all 1D with the shard's padded number of elements."""
+    """One shard's memory, all 1D with the shard's padded number of elements."""
 
     master: Tensor  # fp32; for the native kernel also int16: what masters are beyond params (split_master.py)
-    exp_avg: Tensor  # fp32, or codes
-    exp_avg_sq: Tensor  # fp32, or codes of its root
-    max_exp_avg_sq: Tensor | None  # fp32, with amsgrad
+    states: Mapping[str, Moment]  # by their names in torch; with amsgrad also "max_exp_avg_sq"
     params: Tensor | None  # published parameters, in the unit's dtype; None: the master itself is published
     stamps: TileStamps | None = None  # set tile by tile; None: the memory does not outlive the process
-    scales: tuple[Tensor, Tensor] | None = None  # of exp_avg and exp_avg_sq where these are codes: kernels/moments.py
     # 1D uint8, of a kernel that ``notes``: bit i % 8 of byte i // 8 says whether element i of params changes, where a
     # segment is; params are 16-bit, and what the master was rounded to
     changed: Tensor | None = None
 
-    @classmethod
-    def over(
-        cls,
-        master: Tensor,
-        moments: Mapping[str, Moment],
-        params: Tensor | None,
-        stamps: TileStamps | None = None,
-        changed: Tensor | None = None,
-    ) -> AdamMemory:
-        """``moments``: by their names in torch, with or without "max_exp_avg_sq". ``params``: may be the master."""
-        kept = {kind: each.tensors[0] for kind, each in moments.items()}
-        scales = [each.scales for each in (moments["exp_avg"], moments["exp_avg_sq"]) if isinstance(each, CodedMoment)]
-        return cls(
-            master=master,
-            exp_avg=kept["exp_avg"],
-            exp_avg_sq=kept["exp_avg_sq"],
-            max_exp_avg_sq=kept.get("max_exp_avg_sq"),
-            params=None if params is master else params,
-            stamps=stamps,
-            scales=(scales[0], scales[1]) if scales else None,
-            changed=changed,
-        )
-
     @property
-    def coded(self) -> tuple[CodedMoment, CodedMoment] | None:
-        """exp_avg and exp_avg_sq where these are codes."""
-        if self.scales is None:
-            return None
-        mean, square = self.scales
-        return CodedMoment(self.exp_avg, mean, is_root=False), CodedMoment(self.exp_avg_sq, square, is_root=True)
+    def is_coded(self) -> bool:
+        """Whether the moments are codes."""
+        return isinstance(self.states["exp_avg"], CodedMoment)
 
 
 @dataclass(frozen=True, slots=True)

@@ -230,8 +230,7 @@ class NativeKernel(_Worker, Kernel):
             return
         ordered = sorted(segments, key=lambda segment: segment.offset)
         start, stop = ordered[0].offset, ordered[-1].offset + ordered[-1].length
-        coded = memory.scales is not None
-        table = _segment_table(ordered, update.gradients, update.scale, update.limit, coded=coded)
+        table = _segment_table(ordered, update.gradients, update.scale, update.limit, coded=memory.is_coded)
         tensors = _memory_table(memory, stop, amsgrad=any(segment.options.amsgrad for segment in segments))
         team = self._team_address() if stop - start >= _UPDATE_ALONE else None
         self._library.adam(team, self._isa, byref(tensors), table, len(table), start, stop, TILE)
@@ -428,26 +427,25 @@ def _are_scattered(gradients: Sequence[Gradient], ranks: Sequence[int]) -> bool:
 
 
 def _memory_table(memory: AdamMemory, end: int, *, amsgrad: bool) -> _Memory:
-    if amsgrad and memory.max_exp_avg_sq is None:
+    kinds, params, stamps, changed = ("exp_avg", "exp_avg_sq"), memory.params, memory.stamps, memory.changed
+    largest, coded = memory.states.get("max_exp_avg_sq"), memory.is_coded
+    if amsgrad and largest is None:
         raise UnsupportedError("amsgrad needs max_exp_avg_sq, and the shard was allocated without it")
-    if amsgrad and memory.scales is not None:
+    if amsgrad and coded:
         raise UnsupportedError("amsgrad needs moments in fp32")
-    largest, params, stamps, changed = memory.max_exp_avg_sq, memory.params, memory.stamps, memory.changed
-    dtype = torch.float32
-    scales: list[int | None] = [None, None]
-    if memory.scales is not None:
-        dtype = memory.exp_avg.dtype
-        scales = [_address(scale, "scales", end // BLOCK, torch.float32) for scale in memory.scales]
+    (mean, *scale), (square, *root_scale) = (memory.states[kind].tensors for kind in kinds)
+    dtype = mean.dtype if coded else torch.float32
+    scales = [_address(each, "scales", end // BLOCK, torch.float32) for each in (*scale, *root_scale)]
     split = memory.master.dtype is torch.int16
-    if split and (params is None or params.dtype is not torch.bfloat16 or memory.scales is not None):
+    if split and (params is None or params.dtype is not torch.bfloat16 or coded):
         raise UnsupportedError("a split master needs parameters in bf16 and moments in fp32")
     return _Memory(
         None if split else _address(memory.master, "master", end, torch.float32),
-        _address(memory.exp_avg, "exp_avg", end, dtype),
-        _address(memory.exp_avg_sq, "exp_avg_sq", end, dtype),
-        *scales,
+        _address(mean, "exp_avg", end, dtype),
+        _address(square, "exp_avg_sq", end, dtype),
+        *(scales or (None, None)),
         _MOMENTS[dtype],
-        None if largest is None else _address(largest, "max_exp_avg_sq", end, torch.float32),
+        None if largest is None else _address(largest.tensors[0], "max_exp_avg_sq", end, torch.float32),
         None if params is None else _address(params, "params", end),
         0 if params is None else _DTYPES[params.dtype],
         *((None, 0, 0) if stamps is None else (stamps.words.data_ptr(), stamps.whole, stamps.first)),

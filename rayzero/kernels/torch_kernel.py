@@ -150,16 +150,13 @@ class _Hand:
         params.copy_(master, non_blocking=True)
 
     def _adam(self, memory: AdamMemory, master: Tensor, grad: Tensor, segment: Segment, start: int, stop: int) -> None:
-        largest = [memory.max_exp_avg_sq[start:stop]] if memory.max_exp_avg_sq is not None else []
-        coded, step = memory.coded, self._step.fill_(segment.step)
-        if coded is None:
-            mean, square = memory.exp_avg[start:stop], memory.exp_avg_sq[start:stop]
-        else:
-            mean, square = (moment.read(start, stop) for moment in coded)
+        kept = {kind: state.read(start, stop) for kind, state in memory.states.items()}
+        mean, square, step = kept["exp_avg"], kept["exp_avg_sq"], self._step.fill_(segment.step)
+        largest = [kept["max_exp_avg_sq"]] if "max_exp_avg_sq" in kept else []
         fused_adam(segment.options, [master], [grad], [mean], [square], largest, [step])
-        if coded is not None:
-            coded[0].write(start, stop, mean)
-            coded[1].write(start, stop, square)
+        if memory.is_coded:  # these are copies
+            memory.states["exp_avg"].write(start, stop, mean)
+            memory.states["exp_avg_sq"].write(start, stop, square)
 
 
 class SideStream:

@@ -109,7 +109,10 @@ class AdamRule(UpdateRule):
         """See ``UpdateRule.update``: one kernel call a shard."""
         assert owned.master is not None
         stamps = owned.stamps(work.version)
-        memory = AdamMemory.over(owned.master, owned.states, owned.params, stamps, owned.changed)
+        params = None if owned.params is owned.master else owned.params
+        memory = AdamMemory(
+            master=owned.master, states=owned.states, params=params, stamps=stamps, changed=owned.changed
+        )
         steps = (step + 1 for step in owned.steps)
         parts = zip(owned.slices, work.contributors, owned.groups, steps, strict=True)
         segments = segments_of(

@@ -116,7 +116,8 @@ class HostBytes:
     kept: int = 0  # its ranks' gradients for owners on other hosts; ``shared`` includes them
     beside: int = 0  # owners beside its ranks (offload_fraction < 1); owner_bytes includes their bytes here
     doors: int = 0  # 1: an optimizer actor without shards, for its ranks, which have no other owner
-    copied: int = 0  # parameters of owners on other hosts, once for its ranks; ``shared`` includes them
+    copied: int = 0  # parameters of owners on other hosts, once for its ranks; ``shared`` includes them. The run does
+    # without them where there is no room
 
     @property
     def _beside(self) -> str:
@@ -131,11 +132,6 @@ class HostBytes:
     def total(self) -> int:
         """All of it."""
         return self.owner_bytes + self.of_ranks + self.copied + self.programs
-
-    @property
-    def optional(self) -> int:
-        """Of the sum, and of ``shared``: what the run does without where there is no room."""
-        return self.copied
 
     def describe(self) -> str:
         """The sum, term by term, for people."""
@@ -202,7 +198,7 @@ def plan_bytes(
         work=update_work,
     )
     accumulation = zero.gradient_accumulation_steps if zero.offload_grads else 1
-    with_ranks = set(ranks)
+    with_ranks, shared = set(ranks), zero.shared_directory is not None
     summed = summed_groups(ranks, zero, GradientBytes.of(layout.units, accumulation))
     plans = tuple(
         plan_owner(
@@ -213,7 +209,7 @@ def plan_bytes(
             accumulation,
             state_bytes=state_bytes,
             splits=splits,
-            own_gradients=shares_memory(zero) and with_ranks == {owners[owner]},
+            own_gradients=shared and with_ranks == {owners[owner]},
             measures_norms=measures_norms,
             copies=zero.checkpoint_copies,
             products=products,
@@ -233,48 +229,18 @@ def plan_bytes(
             owners,
             beside,
             layout,
+            shards,
             work,
             device,
             zero,
             hosts,
             programs,
-            copied=_copied(layout, shards, plans_of[host], ranks_of[host], zero),
+            adds=adds_up(scaling.num_workers, accumulation),
+            sums=len(summed[host]),
         )
         for host in sorted({*ranks, *owners})
     )
-    adds = adds_up(scaling.num_workers, accumulation)
-    kept = {host.host: host.ranks * _kept(layout, shards, plans_of[host.host], zero, adds=adds) for host in each}
-    leaving = AT_ONCE * FP32 * _most_elements(layout)  # sums on their way, of each group
-    each = tuple(
-        replace(
-            host,
-            kept=kept[host.host],
-            shared=host.shared + kept[host.host],
-            staging=host.staging + (len(summed[host.host]) * leaving if kept[host.host] else 0),
-        )
-        for host in each
-    )
     return RunBytes(device=device, owners=plans, hosts=each)
-
-
-def _copied(
-    layout: ModelLayout, shard_map: ShardMap, here: Sequence[OwnerPlan], num_ranks: int, zero: ZeroConfig
-) -> int:
-    """What a host keeps of the parameters of owners on other hosts, for all of its ranks. ``here``: its owners."""
-    if not num_ranks or not shares_memory(zero):
-        return 0
-    ours = {shard for plan in here for shard in shard_map.shards_of(plan.owner)}
-    return sum(kept_bytes(layout.units[s.unit], s) for s in layout.shards if s.index not in ours)
-
-
-def _kept(layout: ModelLayout, shard_map: ShardMap, here: Sequence[OwnerPlan], zero: ZeroConfig, *, adds: bool) -> int:
-    """One rank's gradients that lie in memory it shares, but are for owners on other hosts. ``here``: the owners on its
-    host. ``adds``: a single rank adds them up."""
-    if not shares_memory(zero):
-        return 0
-    ours = {shard for plan in here for shard in shard_map.shards_of(plan.owner)}
-    sent = [shard for shard in layout.shards if shard.index not in ours and layout.units[shard.unit].trainable]
-    return sum(shard.numel * gradient_dtype(layout.units[shard.unit], adds).itemsize for shard in sent)
 
 
 def summed_groups(
@@ -289,11 +255,6 @@ def summed_groups(
         if ranks and (zero.host_push == "always" or gradients.sums_gain(len(ranks))):
             found[host].add(ranks)
     return found
-
-
-def shares_memory(zero: ZeroConfig) -> bool:
-    """Whether processes of one host share memory."""
-    return zero.transport in ("auto", "shm")
 
 
 def hosts_of_ranks(scaling: ScalingConfig, hosts: Hosts) -> list[int]:
@@ -362,36 +323,45 @@ def _host_bytes(
     owners: Sequence[int],
     beside: int,
     layout: ModelLayout,
+    shard_map: ShardMap,
     work: Work,
     device: DeviceBytes,
     zero: ZeroConfig,
     hosts: Hosts,
     programs: Programs,
     *,
-    copied: int,
+    adds: bool,
+    sums: int,
 ) -> HostBytes:
-    """num_ranks, own: on this host. owners: all of the run's, of which the last ``beside`` run beside ranks. copied:
-    parameters of owners on other hosts that lie here once."""
+    """num_ranks, own: on this host. owners: all of the run's, of which the last ``beside`` run beside ranks. adds: a
+    single rank adds its gradients up. sums: of ranks' gradients, which leave the host as one."""
+    shares = zero.shared_directory is not None
     actors = sum(plan.owner < len(owners) - beside for plan in own)
-    doors = int(shares_memory(zero) and num_ranks > 0 and not own)
-    shared = shares_memory(zero) and bool(own)
-    apart = not shares_memory(zero) or len(own) < len(owners)  # some bytes come through this process
+    doors = int(shares and num_ranks > 0 and not own)
+    ours = {shard for plan in own for shard in shard_map.shards_of(plan.owner)}
+    others = [(layout.units[s.unit], s) for s in layout.shards if shares and num_ranks and s.index not in ours]
+    copied = sum(kept_bytes(unit, shard) for unit, shard in others)
+    sent = sum(shard.numel * gradient_dtype(unit, adds).itemsize for unit, shard in others if unit.trainable)
+    apart = not shares or len(own) < len(owners)  # some bytes come through this process
     decoded = sum(buffer_bytes(unit.size_bytes) for unit in layout.units if unit.is_coded)  # into memory of the rank
     copies = apart and not copied  # of all that a rank on a CPU computes with
     parameters = 0 if hosts.on_gpu else device.parameters if copies else min(device.parameters, decoded)
     compute = 0 if hosts.on_gpu else parameters + device.peak - device.parameters
     arriving = device.parameters if hosts.on_gpu else 0
+    staging = num_ranks * (device.products + (_leaving(layout) + arriving if apart else 0))  # pushes in flight, fetches
+    # for a device, products of two shards
+    kept, shared = num_ranks * sent, sum(plan.total - plan.staging - plan.private for plan in own) if shares else 0
     return HostBytes(
         host=host,
         ranks=num_ranks,
         owners=actors,
-        shared=(sum(plan.total - plan.staging - plan.private for plan in own) if shared else 0) + copied,
+        shared=shared + copied + kept,
         owner_bytes=sum(plan.total for plan in own),
-        staging=num_ranks * (device.products + (_leaving(layout) + arriving if apart else 0)),  # pushes in flight,
-        # fetches for a device, products of two shards
+        staging=staging + (sums * AT_ONCE * FP32 * _most_elements(layout) if kept else 0),
         activations=num_ranks * work.offloaded_host_bytes,
         compute=num_ranks * compute,
         waiting=0 if hosts.on_gpu else num_ranks * device.waiting,
+        kept=kept,
         beside=len(own) - actors,
         doors=doors,
         copied=copied,
@@ -440,12 +410,12 @@ def check_fits(run: RunBytes, hardware: Hardware) -> None:
             "checkpointing"
         )
     for host in run.hosts:
-        if host.total - host.optional > hardware.host_bytes:
+        if host.total - host.copied > hardware.host_bytes:
             raise MemoryPlanError(
                 f"host {host.host} needs {host.describe()}, but has {format_bytes(hardware.host_bytes)}; use more "
                 f"hosts, fewer ranks on each, or precision='bf16'"
             )
-        if host.shared - host.optional > hardware.shm_bytes:
+        if host.shared - host.copied > hardware.shm_bytes:
             raise MemoryPlanError(
                 f"host {host.host} needs {format_bytes(host.shared)} of shared memory, but zero.slab_dir has room "
                 f"for {format_bytes(hardware.shm_bytes)}; set slab_dir to a directory with more room, "

@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -114,8 +114,7 @@ class _Nothing(FakeTensorMode):  # type: ignore[no-untyped-call]
 def _run(model: nn.Module, loss: Loss, layout: ModelLayout, gathers: bool, offload: Offload | None) -> Work:
     _convert(model, layout)
     live = _LiveBytes([*model.parameters(), *model.buffers()])
-    leaving = _Leaving(model, layout, gathers)
-    with live:
+    with leaving_gradients(model, layout, gathers=gathers), live:
         if offload is None:
             work = _micro_batch(model, loss, live)
         else:
@@ -124,7 +123,6 @@ def _run(model: nn.Module, loss: Loss, layout: ModelLayout, gathers: bool, offlo
             # in the first, all groups leave because nothing is known yet
             larger = ("forward_peak_bytes", "backward_peak_bytes", "offloaded_host_bytes")
             work = replace(then, **{name: max(getattr(first, name), getattr(then, name)) for name in larger})
-    leaving.close()
     return work
 
 
@@ -259,32 +257,27 @@ class _LiveBytes(MachineMode):
         self._peak = max(self._peak, self.now)
 
 
-class _Leaving:
-    """Takes gradients off the parameters as the engine does, all of a unit's together."""
-
-    def __init__(self, model: nn.Module, layout: ModelLayout, gathers: bool) -> None:
-        params = dict(model.named_parameters())
-        self._handles = []
+@contextmanager
+def leaving_gradients(model: nn.Module, layout: ModelLayout, *, gathers: bool) -> Iterator[None]:
+    """Inside, gradients are taken off the parameters as the engine does it, all of a unit's together."""
+    params = dict(model.named_parameters())
+    with ExitStack() as hooks:
         for unit in layout.units:
             ours = [params[slot.name] for slot in unit.slots if params[slot.name].requires_grad]
-            coming: set[int] = set()
-            for i, param in enumerate(ours):
-                hook = _taker(unit, ours, coming, i, gathers)
-                self._handles.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-
-    def close(self) -> None:
-        """Take the hooks off."""
-        for handle in self._handles:
-            handle.remove()
+            take = _taker(unit, ours, gathers)
+            for param in ours:
+                hook = param.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+                hooks.callback(hook.remove)
+        yield
 
 
-def _taker(
-    unit: UnitLayout, params: list[nn.Parameter], come: set[int], index: int, gathers: bool
-) -> Callable[[Tensor], None]:
+def _taker(unit: UnitLayout, params: Sequence[Tensor], gathers: bool) -> Callable[[Tensor], None]:
+    complete = set[int]()
+
     def take(param: Tensor) -> None:
-        come.add(index)
-        if len(come) == len(params):
-            come.clear()
+        complete.add(id(param))
+        if len(complete) == len(params):
+            complete.clear()
             if gathers:
                 torch.empty(unit.numel, dtype=unit.dtype, device=param.device)
             for one in params:

@@ -209,30 +209,12 @@ class TrainedTokens:
         self.total = state["total"]
 
 
-def peak_flops(device_name: str, precision: str) -> float | None:
-    """The device's peak in FLOP/s. None if it is not known; then no MFU is reported.
-
-    fp32 has no entry, because the user's matmul precision decides which of two speeds applies."""
-    return _PEAKS.get(device_name) if precision in _HALF else None
-
-
-class FlopRate:
-    """Reports a rank's model FLOP/s, and its share of the device's peak if that is known."""
-
-    def __init__(self, recorder: Recorder, step_flops: int | None, device: torch.device, precision: str) -> None:
-        """``step_flops``: of one step of this rank; None if they could not be counted: nothing is reported then."""
-        self._recorder = recorder
-        self._step_flops = step_flops
-        self._peak = peak_flops(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None
-
-    def tell(self, step_seconds: float) -> None:
-        """Report a step that took ``step_seconds``, waits included."""
-        if not self._step_flops:
-            return
-        rate = self._step_flops / step_seconds
-        self._recorder.set(MODEL_FLOPS, rate)
-        if self._peak is not None:
-            self._recorder.set(MFU_RATIO, rate / self._peak)
+def report_flops(recorder: Recorder, rate: float, device: torch.device, precision: str) -> None:
+    """Report a rank's model FLOP/s, and their share of its device's peak if that is known. fp32 has none, because the
+    user's matmul precision decides which of two speeds applies."""
+    recorder.set(MODEL_FLOPS, rate)
+    if device.type == "cuda" and precision in _HALF and (peak := _PEAKS.get(torch.cuda.get_device_name(device))):
+        recorder.set(MFU_RATIO, rate / peak)
 
 
 def _corpus_here(recipe: RecipeConfig, context: RankContext) -> Corpus:
@@ -253,7 +235,7 @@ class LanguageModelRun:
         """``step_flops``: the model's operations in one step of this rank; None: not known."""
         self.recipe = recipe
         self.context = context
-        self.flop_rate = FlopRate(context.recorder, step_flops, context.device, recipe.zero_config.precision)
+        self.step_flops = step_flops
         self.corpus = _corpus_here(recipe, context)
         streamed = recipe.init_from is not None or context.resume is not None
         with empty_parameters() if streamed else nullcontext():
@@ -296,7 +278,9 @@ class LanguageModelRun:
                 **step_costs(since, self.context.device),
             )
             done = Unreported(report=report, decision=self.optimizer.last_decision())
-            self.flop_rate.tell(report.step_seconds)
+            if self.step_flops:
+                rate = self.step_flops / report.step_seconds
+                report_flops(self.context.recorder, rate, self.context.device, self.recipe.zero_config.precision)
             left = (time.perf_counter() - began) / (step + 1 - self.done) * (self.recipe.steps - step - 1)
             self.context.recorder.set(ETA_SECONDS, left)
             self.late.send(self.context)  # before a save: a checkpoint's steps are reported before it exists

@@ -61,11 +61,6 @@ class RecipeWork:
         return replace(self, recipe=self.recipe.replace(scaling=scaling))
 
     @property
-    def num_params(self) -> int:
-        """Elements of all parameters."""
-        return self.parameters.total_elements
-
-    @property
     def step_flops(self) -> int:
         """The model's operations in one step of one rank, forward and backward, attention included, as
         torch.utils.flop_counter counts them: matrix products, convolutions, and attention as a whole square, whose
@@ -87,7 +82,7 @@ class RecipePlan:
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
         return {
-            "parameters": self.of.num_params,
+            "parameters": self.of.parameters.total_elements,
             "inventory": asdict(self.of.parameters),
             "units": len(self.of.layout.units),
             "bytes": self.bytes.to_json(),

@@ -15,6 +15,7 @@ from rayzero.kernels import choose_kernel
 from rayzero.kernels.kernel import AdamMemory, AdamOptions, Segment
 from rayzero.kernels.native import load
 from rayzero.kernels.stamps import STAMP, UNDO_BYTES, TileStamps
+from tests.support.reference_kernel import plain_states
 
 pytestmark = pytest.mark.thorough
 
@@ -82,7 +83,7 @@ def memory_of(numel: int, stamps: TileStamps) -> AdamMemory:
     torch.manual_seed(1)
     master, mean, square = torch.randn(numel), torch.randn(numel), torch.rand(numel)
     params = master.bfloat16()
-    return AdamMemory(master=master, exp_avg=mean, exp_avg_sq=square, max_exp_avg_sq=None, params=params, stamps=stamps)
+    return AdamMemory(master=master, states=plain_states(mean, square), params=params, stamps=stamps)
 
 
 def update(kernel: str, memory: AdamMemory, numel: int) -> None:

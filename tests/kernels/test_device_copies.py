@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rayzero.kernels import AdamMemory, AdamOptions, Segment
 from rayzero.kernels.rank_sum import RankSum
 from rayzero.kernels.torch_kernel import TorchKernel
+from tests.support.reference_kernel import plain_states
 
 META = torch.device("meta")
 LENGTH = 256
@@ -49,9 +50,8 @@ def test_gradients_go_to_the_device_as_they_are(dtype: torch.dtype, num_ranks: i
 def test_an_update_moves_each_ranks_gradient_and_the_parameters_once_in_their_dtype(dtype: torch.dtype) -> None:
     """2R + 2 bytes an element at 16 bits and R ranks."""
     master, mean, square = (torch.zeros(LENGTH, device=META) for _ in range(3))
-    memory = AdamMemory(
-        master=master, exp_avg=mean, exp_avg_sq=square, max_exp_avg_sq=None, params=torch.zeros(LENGTH, dtype=dtype)
-    )
+    params = torch.zeros(LENGTH, dtype=dtype)
+    memory = AdamMemory(master=master, states=plain_states(mean, square), params=params)
     options = AdamOptions.from_hyper(
         {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}, decoupled=True
     )

@@ -17,7 +17,7 @@ from rayzero.errors import UnsupportedError
 from rayzero.kernels import AdamMemory, AdamOptions, Segment, check_moments, native
 from rayzero.kernels.moments import BLOCK, CODED, CodedMoment, decode, encode, moment_bytes
 from rayzero.kernels.torch_kernel import TorchKernel
-from tests.support.reference_kernel import ReferenceKernel
+from tests.support.reference_kernel import ReferenceKernel, plain_states, tensors_of
 
 ADAMW = AdamOptions(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 LIBRARY = native.load()
@@ -148,18 +148,13 @@ def make_memory(count: int, moments: str, params: torch.dtype | None = torch.bfl
     root = encoded(torch.rand(count, generator=random) * 3e-2, moments, is_root=True)
     return AdamMemory(
         master=torch.randn(count, generator=random),
-        exp_avg=mean.codes,
-        exp_avg_sq=root.codes,
-        scales=(mean.scales, root.scales),
-        max_exp_avg_sq=None,
+        states={"exp_avg": mean, "exp_avg_sq": root},
         params=None if params is None else torch.zeros(count, dtype=params),
     )
 
 
 def fields(memory: AdamMemory) -> list[Tensor]:
-    assert memory.scales is not None
-    tensors = (memory.master, memory.exp_avg, memory.exp_avg_sq, *memory.scales, memory.params)
-    return [bits(tensor) for tensor in tensors if tensor is not None]
+    return list(map(bits, tensors_of(memory)))
 
 
 def same_bits(a: AdamMemory, b: AdamMemory) -> bool:
@@ -203,10 +198,9 @@ def test_the_native_kernel_encodes_as_the_code_says(moments: str, isa: str, para
     gradient[: BLOCK + 1] = 0.0
     memory = make_memory(count, moments, params)
     update(native.NativeKernel(isa=isa), memory, [gradient], beta1=0.0, beta2=0.0, weight_decay=0.0)
-    coded = memory.coded
-    assert coded is not None
-    assert same(coded[0], encoded(gradient * 0.5, moments, is_root=False))
-    assert same(coded[1], encoded((gradient * 0.5).square().sqrt(), moments, is_root=True))
+    mean, root = memory.states.values()
+    assert same(mean, encoded(gradient * 0.5, moments, is_root=False))
+    assert same(root, encoded((gradient * 0.5).square().sqrt(), moments, is_root=True))
 
 
 @needs_library
@@ -215,11 +209,9 @@ def test_the_native_kernel_encodes_as_the_code_says(moments: str, isa: str, para
 def test_the_native_kernel_decodes_as_the_code_says(moments: str, isa: str) -> None:
     """Without a gradient a mean with beta1 = 0.5 is halved: its codes stay, its scale is halved."""
     memory = make_memory(16 * BLOCK, moments)
-    before = memory.coded
-    assert before is not None
-    mean = before[0].read(0, 16 * BLOCK)
+    mean, before = memory.states["exp_avg"].read(0, 16 * BLOCK), memory.states["exp_avg"]
     update(native.NativeKernel(isa=isa), memory, [torch.zeros(16 * BLOCK)], beta1=0.5)
-    assert same(before[0], encoded(mean * 0.5, moments, is_root=False))
+    assert same(before, encoded(mean * 0.5, moments, is_root=False))
 
 
 @pytest.mark.parametrize("kernel", [TorchKernel(), ReferenceKernel()], ids=lambda kernel: str(kernel.name))
@@ -232,12 +224,9 @@ def test_it_agrees_with_the_other_kernels(moments: str, kernel: Any) -> None:
     update(native.NativeKernel(), ours, gradients_of(count, 2, torch.bfloat16))
     update(kernel, theirs, gradients_of(count, 2, torch.bfloat16))
     torch.testing.assert_close(ours.master, theirs.master, atol=1e-6, rtol=1e-6)
-    assert ours.scales is not None
-    assert theirs.scales is not None
-    for a, b in zip(ours.scales, theirs.scales, strict=True):
-        torch.testing.assert_close(a, b, atol=0.0, rtol=1e-6)
-    for mine, other in ((ours.exp_avg, theirs.exp_avg), (ours.exp_avg_sq, theirs.exp_avg_sq)):
-        apart = (bits(mine).int() - bits(other).int()).abs()
+    for mine, other in zip(ours.states.values(), theirs.states.values(), strict=True):
+        torch.testing.assert_close(mine.scales, other.scales, atol=0.0, rtol=1e-6)
+        apart = (bits(mine.codes).int() - bits(other.codes).int()).abs()
         assert apart.max() <= 1
         assert (apart > 0).float().mean() < 0.02
 
@@ -263,9 +252,7 @@ def test_moments_follow_gradients_that_shrink(moments: str, beta2: float) -> Non
     count, steps = 4 * BLOCK, 3000
     memory, options = make_memory(count, moments), {"beta2": beta2}
     exact = torch.zeros(count)
-    coded = memory.coded
-    assert coded is not None
-    coded[1].write(0, count, exact)
+    memory.states["exp_avg_sq"].write(0, count, exact)
     random = torch.Generator().manual_seed(5)
     kernel = native.NativeKernel(threads=1)
     for step in range(1, steps + 1):
@@ -273,7 +260,7 @@ def test_moments_follow_gradients_that_shrink(moments: str, beta2: float) -> Non
         gradient = torch.randn(count, generator=random) * size
         update(kernel, memory, [gradient * 2], step=step, **options)
         exact.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-    ratio = (coded[1].read(0, count) / exact).sqrt()
+    ratio = (memory.states["exp_avg_sq"].read(0, count) / exact).sqrt()
     assert 0.8 < ratio.median() < 1.25
     assert ratio.min() > 0.5
     assert ratio.max() < 2.0
@@ -288,9 +275,7 @@ def test_a_square_beyond_fp32_stops_its_own_weight_and_makes_no_nan(moments: str
     count, huge = 2 * BLOCK, 3
     memory = make_memory(count, "bf16" if moments == "fp32" else moments, None)
     if moments == "fp32":
-        assert memory.coded is not None
-        mean, square = (moment.read(0, count) for moment in memory.coded)
-        memory = replace(memory, exp_avg=mean, exp_avg_sq=square, scales=None)
+        memory = replace(memory, states=plain_states(*(state.read(0, count) for state in memory.states.values())))
     kernels: dict[str, Any] = {"native": native.NativeKernel, "torch": TorchKernel, "reference": ReferenceKernel}
     gradient = torch.full((count,), 0.1)
     gradient[huge] = 1e30
@@ -305,8 +290,7 @@ def test_a_square_beyond_fp32_stops_its_own_weight_and_makes_no_nan(moments: str
     if moments != "int8":
         moved[huge] = True
         assert moved.all()
-    square = memory.exp_avg_sq if memory.coded is None else memory.coded[1].read(0, count)
-    assert square[huge] == math.inf
+    assert memory.states["exp_avg_sq"].read(0, count)[huge] == math.inf
 
 
 @needs_library

@@ -34,7 +34,7 @@ from rayzero.kernels.kernel import AdamMemory, AdamOptions, Segment
 from rayzero.kernels.rank_sum import RankSum, SquareSum
 from rayzero.kernels.torch_kernel import TorchKernel
 from rayzero.protocol.gradient_sum import KeptTotal
-from tests.support.reference_kernel import ReferenceKernel
+from tests.support.reference_kernel import ReferenceKernel, plain_states, tensors_of
 
 LOADED = native.load()
 if isinstance(LOADED, str):
@@ -59,9 +59,11 @@ def make_memory(count: int, params: torch.dtype | None = torch.bfloat16, seed: i
     random = torch.Generator().manual_seed(seed)
     return AdamMemory(
         master=torch.randn(count, generator=random),
-        exp_avg=torch.randn(count, generator=random) * 1e-2,
-        exp_avg_sq=torch.rand(count, generator=random) * 1e-3,
-        max_exp_avg_sq=torch.rand(count, generator=random) * 1e-3,
+        states=plain_states(
+            torch.randn(count, generator=random) * 1e-2,
+            torch.rand(count, generator=random) * 1e-3,
+            torch.rand(count, generator=random) * 1e-3,
+        ),
         params=None if params is None else torch.zeros(count, dtype=params),
     )
 
@@ -73,8 +75,7 @@ def make_gradients(count: int, ranks: int, dtype: torch.dtype, seed: int = 1) ->
 
 def fields(memory: AdamMemory) -> list[Tensor]:
     """Bit patterns of everything a kernel writes."""
-    tensors = (memory.master, memory.exp_avg, memory.exp_avg_sq, memory.max_exp_avg_sq, memory.params)
-    return [t.view(torch.int32 if t.dtype is torch.float32 else torch.int16) for t in tensors if t is not None]
+    return [t.view(torch.int32 if t.dtype is torch.float32 else torch.int16) for t in tensors_of(memory)]
 
 
 def same_bits(a: AdamMemory, b: AdamMemory) -> bool:
@@ -128,8 +129,8 @@ def test_it_agrees_with_the_other_kernels(isa: str, dtype: torch.dtype, flavour:
         segments = [Segment(offset=0, length=count, ranks=(0, 1), options=options, step=step)]
         kernel.update(ours, gradients, segments, 0.5, limit=limit)
         other.update(theirs, gradients, segments, 0.5, limit=limit)
-    for name in ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
-        torch.testing.assert_close(getattr(ours, name), getattr(theirs, name), atol=1.2e-6, rtol=0.0, msg=name)
+    for mine, other in zip(tensors_of(ours)[:-1], tensors_of(theirs)[:-1], strict=True):
+        torch.testing.assert_close(mine, other, atol=1.2e-6, rtol=0.0)
     assert ours.params is not None
     assert torch.equal(ours.params, ours.master.to(torch.bfloat16))
 
@@ -184,9 +185,9 @@ def test_every_half_precision_number_is_read_as_torch_reads_it(isa: str) -> None
         finite = gradient.isfinite()
         gradient = torch.where(finite, gradient, torch.zeros((), dtype=dtype))
         memory = make_memory(1 << 16)
-        memory.exp_avg.zero_()
+        mean = memory.states["exp_avg"].tensors[0].zero_()
         native.NativeKernel(isa=isa).update(memory, [gradient], [segment(1 << 16, options=still)], 1.0)
-        assert torch.equal(memory.exp_avg, gradient.float())
+        assert torch.equal(mean, gradient.float())
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -333,13 +334,10 @@ def test_memory_at_any_address_gives_the_same_bits(isa: str) -> None:
     gradients = make_gradients(count, 2, torch.bfloat16)
     want = updated(native.NativeKernel(isa=isa), gradients, [segment(count, (0, 1))])
     for shift in (1, 3, 8, 17):
-        shifted = AdamMemory(
-            **{
-                name: torch.cat([tensor.new_zeros(shift), tensor])[shift:]
-                for name in ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "params")
-                for tensor in [getattr(make_memory(count), name)]
-            }
+        master, *states, params = (
+            torch.cat([tensor.new_zeros(shift), tensor])[shift:] for tensor in tensors_of(make_memory(count))
         )
+        shifted = AdamMemory(master=master, states=plain_states(*states), params=params)
         moved = [torch.cat([g.new_zeros(shift), g])[shift:] for g in gradients]
         native.NativeKernel(isa=isa).update(shifted, moved, [segment(count, (0, 1))], 0.37, limit=LIMIT)
         assert same_bits(want, shifted)
@@ -350,7 +348,7 @@ def test_subnormals_are_kept_even_where_the_thread_flushes_them() -> None:
     memories = []
     for flush in (False, True):
         memory = replace(make_memory(count, params=None), master=torch.full((count,), 1e-40))
-        memory.exp_avg_sq.zero_()
+        memory.states["exp_avg_sq"].tensors[0].zero_()
         assert torch.set_flush_denormal(flush)
         try:
             gradients = [torch.full((count,), 1e-19)]
@@ -360,7 +358,7 @@ def test_subnormals_are_kept_even_where_the_thread_flushes_them() -> None:
             torch.set_flush_denormal(False)
         assert flushes is flush  # the thread's own setting is back
         memories.append(memory)
-    for subnormal in (memories[0].exp_avg_sq, memories[0].master):
+    for subnormal in (memories[0].states["exp_avg_sq"].tensors[0], memories[0].master):
         assert 0 < int(subnormal.view(torch.int32)[0]) < 0x00800000
     assert same_bits(*memories)
 
@@ -452,10 +450,11 @@ def test_what_c_would_misread_is_refused_by_name(gradient: Tensor, named: str) -
 def test_memory_that_does_not_fit_is_refused_by_name() -> None:
     kernel, gradients = native.NativeKernel(), make_gradients(128, 1, torch.bfloat16)
     memory = make_memory(128)
+    mean, square, _ = (state.read(0, 128) for state in memory.states.values())
     for wrong, options, named in [
-        (replace(memory, exp_avg=memory.exp_avg.to(torch.bfloat16)), ADAMW, "exp_avg is torch.bfloat16"),
+        (replace(memory, states=plain_states(mean.to(torch.bfloat16), square)), ADAMW, "exp_avg is torch.bfloat16"),
         (replace(memory, master=memory.master[:64]), ADAMW, "master"),
-        (replace(memory, max_exp_avg_sq=None), FLAVOURS["amsgrad"], "amsgrad"),
+        (replace(memory, states=plain_states(mean, square)), FLAVOURS["amsgrad"], "amsgrad"),
     ]:
         with pytest.raises(UnsupportedError, match=named):
             kernel.update(wrong, gradients, [segment(128, options=options)], 1.0)

@@ -23,10 +23,11 @@ UPDATE = """
 import logging, torch
 logging.basicConfig(format="%(message)s")
 from rayzero.kernels import AdamMemory, AdamOptions, Segment, choose_kernel, native
+from rayzero.kernels.moments import PlainMoment
 library = native.load()
 print(library if isinstance(library, str) else library.path.name)
-memory = AdamMemory(master=torch.ones(64), exp_avg=torch.zeros(64), exp_avg_sq=torch.zeros(64), max_exp_avg_sq=None,
-                    params=torch.zeros(64, dtype=torch.bfloat16))
+states = {kind: PlainMoment(torch.zeros(64)) for kind in ("exp_avg", "exp_avg_sq")}
+memory = AdamMemory(master=torch.ones(64), states=states, params=torch.zeros(64, dtype=torch.bfloat16))
 options = AdamOptions(lr=0.5, beta1=0.9, beta2=0.999, eps=0.0, weight_decay=0.0)
 choose_kernel("auto")
 kernel = choose_kernel("auto")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
 from rayzero.codecs.changes import compare
 from rayzero.kernels import AdamMemory, AdamOptions, Segment, native
-from rayzero.kernels.moments import BLOCK, CODED, CodedMoment
+from rayzero.kernels.moments import BLOCK, CODED, CodedMoment, Moment
+from tests.support.reference_kernel import plain_states, tensors_of
 
 LOADED = native.load()
 if isinstance(LOADED, str):
@@ -26,17 +26,12 @@ def make_memory(params: torch.dtype, moments: str, *, amsgrad: bool = False) -> 
     random = torch.Generator().manual_seed(0)
     master, mean, square = torch.randn(3, COUNT, generator=random)
     master[7], master[70], master[71] = torch.inf, torch.nan, 0.0
-    kept: dict[str, Any] = {"exp_avg": mean * 1e-2, "exp_avg_sq": square**2 * 1e-3}
-    if moments in CODED:
-        made = {}
-        for name, values in kept.items():
-            codes, scales = torch.zeros(COUNT, dtype=CODED[moments]), torch.zeros(COUNT // BLOCK)
-            made[name] = CodedMoment(codes, scales, is_root=name == "exp_avg_sq")
-            made[name].write(0, COUNT, values)
-        kept = {name: moment.codes for name, moment in made.items()}
-        kept["scales"] = tuple(moment.scales for moment in made.values())
-    published = torch.empty(COUNT, dtype=params)
-    memory = AdamMemory(master=master, max_exp_avg_sq=square.abs() if amsgrad else None, params=published, **kept)
+    states: dict[str, Moment] = {**plain_states(mean * 1e-2, square**2 * 1e-3, square.abs() if amsgrad else None)}
+    for name, plain in list(states.items()) if moments in CODED else ():
+        codes, scales = torch.zeros(COUNT, dtype=CODED[moments]), torch.zeros(COUNT // BLOCK)
+        states[name] = CodedMoment(codes, scales, is_root=name == "exp_avg_sq")
+        states[name].write(0, COUNT, plain.read(0, COUNT))
+    memory = AdamMemory(master=master, states=states, params=torch.empty(COUNT, dtype=params))
     gradients = [torch.zeros(COUNT)]
     still = [Segment(offset=0, length=COUNT, ranks=(0,), options=replace(OPTIONS, lr=0.0, weight_decay=0.0), step=1)]
     native.NativeKernel().update(memory, gradients, still, 1.0)  # rounds a NaN as it does
@@ -65,7 +60,7 @@ def test_what_is_noted_is_what_changed(
     native.NativeKernel(isa=isa, threads=1).update(off, gradients, segments, 0.5)
     noting = replace(on, changed=changed)
     native.NativeKernel(isa=isa, threads=3).update(noting, gradients, segments, 0.5)
-    for name in ("master", "exp_avg", "exp_avg_sq", "params"):
-        assert torch.equal(getattr(off, name).view(torch.uint8), getattr(on, name).view(torch.uint8)), name
+    for ours, theirs in zip(tensors_of(off), tensors_of(on), strict=True):
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
     assert torch.equal(changed, compare(before, on.params))
     assert bool(changed.any()) == (lr > 0)

@@ -14,6 +14,7 @@ from rayzero.owner.gradients.landing import Landing, RankGradients
 from rayzero.owner.memory import HostMemory
 from rayzero.owner.shard import allocate
 from rayzero.protocol.messages import Contribution, pack_presence
+from tests.support.reference_kernel import plain_states
 
 BF16 = torch.bfloat16
 NUMEL = 64 * 20_000
@@ -38,13 +39,8 @@ def test_an_update_allocates_nothing(kernel: str, ranks: int) -> None:
     options = AdamOptions(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)
     segment = Segment(offset=0, length=NUMEL, ranks=tuple(range(ranks)), options=options, step=3)
     states = [torch.zeros(NUMEL) for _ in range(3)]
-    memory = AdamMemory(
-        master=states[0],
-        exp_avg=states[1],
-        exp_avg_sq=states[2],
-        max_exp_avg_sq=None,
-        params=torch.zeros(NUMEL, dtype=BF16),
-    )
+    params = torch.zeros(NUMEL, dtype=BF16)
+    memory = AdamMemory(master=states[0], states=plain_states(*states[1:]), params=params)
     grads = [torch.ones(NUMEL, dtype=BF16) for _ in range(ranks)]
     computing = choose_kernel(kernel)
     assert allocated(lambda: computing.update(memory, grads, [segment], 0.5)) < 1000

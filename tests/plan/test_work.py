@@ -22,7 +22,7 @@ from rayzero.engine.units.partition import build_layout
 from rayzero.errors import ConfigError, UnsupportedError
 from rayzero.lanes import ThreadLane
 from rayzero.plan.tiers import Programs, plan_bytes
-from rayzero.plan.work import Offload, _Leaving, measure_work
+from rayzero.plan.work import Offload, leaving_gradients, measure_work
 from rayzero.recipes.model import GPT
 from rayzero.recipes.recipe import GPTConfig
 
@@ -128,13 +128,14 @@ def test_planned_bytes_of_activations_that_leave_are_those_of_the_offload(name: 
     pool = HostPool(
         cap_bytes=policy.host_cap_bytes, allocate=lambda nbytes, _: torch.from_numpy(np.empty(nbytes, "u1"))
     )
-    leaving = _Leaving(model, layout, gathers=False)
-    with ActivationOffload(model, policy, offload_modules=["blocks.?"], lane=lane, pool=pool) as offloaded:
+    with (
+        leaving_gradients(model, layout, gathers=False),
+        ActivationOffload(model, policy, offload_modules=["blocks.?"], lane=lane, pool=pool) as offloaded,
+    ):
         gpt_loss(model).backward()
         before = offloaded.summary().offloaded_bytes
         first = peak_allocated(lambda: gpt_loss(model).backward())
         moved = offloaded.summary().offloaded_bytes - before
-    leaving.close()
     assert (work.offloaded_bytes, work.offloaded_host_bytes) == (moved, pool.status().peak_bytes)
     assert work.backward_peak_bytes == pytest.approx(first, abs=0.05 * first + min(moved, BLOCK_BYTES))
     assert work.backward_peak_bytes >= 0.95 * first

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rayzero.cluster.processes.program_memory import imported_memory
-from rayzero.recipes.lm import STEP_FLOPS, FlopRate, peak_flops, train_loop
+from rayzero.recipes.lm import STEP_FLOPS, report_flops, train_loop
 from rayzero.recipes.planning import recipe_work
 from rayzero.recipes.recipe import RecipeConfig
 from rayzero.telemetry.names import MFU_RATIO, MODEL_FLOPS, STEP_SECONDS
@@ -58,12 +58,13 @@ def test_what_could_not_be_counted_is_not_told(recipe: RecipeConfig) -> None:
 
 
 def test_mfu_is_a_share_of_a_peak_that_is_known_and_of_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert peak_flops("NVIDIA H100 80GB HBM3", "bf16") == 989e12
-    assert peak_flops("NVIDIA H100 80GB HBM3", "fp32") is None, "tensor cores or not: nobody has said"
-    assert peak_flops("Some other GPU", "bf16") is None
-    for name, ratio in (("NVIDIA H200", 0.5), ("Some other GPU", None)):
+    for name, precision, ratio in (
+        ("NVIDIA H200", "bf16", 0.5),
+        ("NVIDIA H200", "fp32", None),  # tensor cores or not: nobody has said
+        ("Some other GPU", "bf16", None),
+    ):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
         recorder = MemoryRecorder()
-        FlopRate(recorder, 989 * 10**12, torch.device("cuda", 0), "bf16").tell(2.0)
+        report_flops(recorder, 494.5e12, torch.device("cuda", 0), precision)
         assert recorder.gauge(MODEL_FLOPS) == 494.5e12
         assert recorder.gauges().get(MFU_RATIO) == (None if ratio is None else {(): ratio})

@@ -418,11 +418,9 @@ class WindowCorpus(Corpus):
 
     def eval_batch(self, index: int) -> Batch:
         """The batches are spread evenly over the whole validation text."""
-        return Batch(*self._spread(index, self._recipe.eval_batches, self._recipe.batch_size))
-
-    def _spread(self, index: int, num_batches: int, size: int) -> tuple[Tensor, Tensor]:
-        seq_len = self._recipe.seq_len
-        return eval_batch(self.text.validation, index=index, num_batches=num_batches, size=size, seq_len=seq_len)
+        recipe, tokens = self._recipe, self.text.validation
+        size, num = recipe.batch_size, recipe.eval_batches
+        return Batch(*eval_batch(tokens, index=index, num_batches=num, size=size, seq_len=recipe.seq_len))
 
     def baseline(self) -> float:
         log_probs = unigram_log_probs(self.text.train, self.vocab_size)
@@ -431,8 +429,8 @@ class WindowCorpus(Corpus):
     def prompts(self, texts: Sequence[str]) -> list[Prompt]:
         if texts:
             return [Prompt(tokens=self.tokenizer.encode(text.encode()).tolist(), shown=text) for text in texts]
-        rows = [self._spread(index, _PROMPTS, 1)[0][0] for index in range(_PROMPTS)]
-        pieces = [row[:_PROMPT_TOKENS].tolist() for row in rows]
+        rows, _ = eval_batch(self.text.validation, index=0, num_batches=1, size=_PROMPTS, seq_len=self._recipe.seq_len)
+        pieces = rows[:, :_PROMPT_TOKENS].tolist()
         return [Prompt(tokens=piece, shown=self.tokenizer.decode(piece)) for piece in pieces]
 
 
