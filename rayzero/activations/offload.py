@@ -24,7 +24,7 @@ from rayzero.activations.attach import Attachment
 from rayzero.activations.cost import Choice, CostBook, CostPlan
 from rayzero.activations.entry import End, Entries, KeptTensor, ProtectedStorages, Saved, view_bytes
 from rayzero.activations.group import ChunkOrder, Group, OffloadPolicy
-from rayzero.activations.host_pool import HostPool, PoolStatus
+from rayzero.activations.host_pool import HostPool
 from rayzero.activations.ledger import Ledger, RankSummary
 from rayzero.activations.moves import Chunks, Reload, Unload
 from rayzero.activations.shelf import Shelf
@@ -261,12 +261,6 @@ class ActivationOffload:
         self._shelf.release_graph_leases()
 
     # ------------------------------------------------------------------------------------- read-outs
-
-    def pool_status(self) -> PoolStatus:
-        """What the pool of host memory holds now."""
-        with self._lock:
-            self._drain()
-            return self._pool.status()
 
     def trim(self, keep_bytes: int = 0) -> int:
         """Give free host buffers back to the system, down to ``keep_bytes``. Returns how many bytes it gave back."""

@@ -24,6 +24,7 @@ from time import perf_counter, time
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from rayzero.engine.private_torch import graph_task_id
 from rayzero.layout.model_layout import UnitLayout
@@ -95,6 +96,11 @@ class LoopMoments(Protocol):
 
     def dropping(self) -> None:
         """Gradients are dropped with whose norm other ranks have gone on."""
+        ...
+
+    def sending(self, unit: int, kind: str, values: Tensor) -> bool:
+        """Whether the owners get a write; else they have it from a former life of the rank. ``values``: 1D, unit.numel
+        elements, host memory."""
         ...
 
     def mean(self, given: MeanInput) -> tuple[float, ...]:

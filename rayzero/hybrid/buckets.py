@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -115,44 +115,11 @@ def range_of(param: Tensor, piece: Piece) -> Tensor:
 Groups = Mapping[int, Group]  # index of a parameter group -> its options
 
 
-class Rule(Protocol):
-    """The optimizer of one bucket. ``param_groups`` and ``state`` are like a torch optimizer's, over the masters."""
-
-    tensors: Sequence[Tensor]  # what it updates, by piece: the masters
-    group_indices: list[int]  # which parameter group each of param_groups stands for
-
-    @property
-    def param_groups(self) -> list[Group]:
-        """The parameter groups, with the options of the next update."""
-        ...
-
-    @property
-    def state(self) -> Mapping[Tensor, State]:
-        """Master -> its state, for masters that have one."""
-        ...
-
-    def update(self, present: Sequence[int], scales: Sequence[float]) -> None:
-        """Update the masters of the pieces ``present`` (ascending) by their gradients, each multiplied by all of
-        ``scales``."""
-        ...
-
-    def state_of(self, index: int) -> State:
-        """The state of piece ``index`` in torch's format, the live tensors; empty before its first update."""
-        ...
-
-    def load(self, states: Sequence[State]) -> None:
-        """Replace every piece's state by a copy of ``states``; an empty one is the state before the first update."""
-        ...
-
-    def prepare(self) -> None:
-        """Create the state of pieces that have none, with step count zero; weights do not change."""
-        ...
-
-
 class TileAdam:
     """Adam or AdamW over a whole bucket, bit-equal to torch's fused kernel on the parameters. See [Note: tails].
 
-    Knows moments and step counts; not where gradients come from. Moments are allocated at the first update."""
+    ``param_groups`` and ``state`` are like a torch optimizer's, over the masters. Knows moments and step counts; not
+    where gradients come from. Moments are allocated at the first update."""
 
     def __init__(
         self, bucket: Bucket, groups: Groups, group_of: Sequence[int], kernel: Kernel, *, decoupled: bool
@@ -166,20 +133,23 @@ class TileAdam:
             {"params": [bucket.master_views[i] for i in own], **groups[g]} for g, own in members.items()
         ]
         self._group_at = {i: at for at, own in enumerate(members.values()) for i in own}
-        self._lengths = [lines(piece.numel) for piece in bucket.pieces]
+        self._lengths = [piece.numel // ALIGN * ALIGN for piece in bucket.pieces]  # of their whole lines
         self._steps = [0] * len(bucket.pieces)
         self._begun = [False] * len(bucket.pieces)
         self._moments: dict[str, Tensor] = {}  # kind -> fp32, flat like the bucket
         self._views: dict[str, list[Tensor]] = {}
-        self._tails: Tails | None = None
         self._options()  # refused now, not at the first step
 
     @property
     def state(self) -> Mapping[Tensor, State]:
+        """Master -> its state, for masters that have one."""
         views = self._bucket.master_views
         return {views[i]: self.state_of(i) for i in range(len(views)) if self._begun[i]}
 
+    @torch.no_grad()
     def update(self, present: Sequence[int], scales: Sequence[float]) -> None:
+        """Update the masters of the pieces ``present`` (ascending) by their gradients, each multiplied by all of
+        ``scales``."""
         options = self._options()
         self._allocate(amsgrad=any(option.amsgrad for option in options))
         gradients, scale = _scaled(self._bucket, scales)
@@ -194,8 +164,35 @@ class TileAdam:
         params = None if bucket.params is bucket.master else bucket.params
         memory = AdamMemory(master=bucket.master, states=moments, params=params)
         self._kernel.update(memory, [gradients], segments, scale)
-        assert self._tails is not None, "tails are created with the moments"
-        self._tails.update(present, {i: options[self._group_at[i]] for i in present}, self._steps, scale)
+        tails: dict[tuple[AdamOptions, int], list[int]] = {}
+        for index in present:
+            if self._lengths[index] < bucket.pieces[index].numel:
+                tails.setdefault((options[self._group_at[index]], self._steps[index]), []).append(index)
+        for (chosen, step), members in tails.items():
+            self._update_tails(members, chosen, step, gradients, scale)
+
+    def _update_tails(
+        self, members: Sequence[int], options: AdamOptions, step: int, gradients: Tensor, scale: float
+    ) -> None:
+        """Update the elements of pieces after their last whole line. ``step`` counts this update."""
+        bucket = self._bucket
+        ranges = [
+            slice(bucket.offsets[i] + self._lengths[i], bucket.offsets[i] + bucket.pieces[i].numel) for i in members
+        ]
+        grads = [gradients[tail].float() for tail in ranges]
+        flats = [bucket.master, *self._moments.values()]
+        masters, means, squares, *largest = [[flat[tail] for tail in ranges] for flat in flats]
+        fused_adam(
+            options,
+            masters,
+            grads if scale == 1.0 else torch._foreach_mul(grads, scale),
+            means,
+            squares,
+            largest[0] if options.amsgrad else [],
+            [torch.tensor(float(step), dtype=torch.float32, device="cpu")] * len(members),
+        )
+        if bucket.params is not bucket.master:
+            torch._foreach_copy_([bucket.params[tail] for tail in ranges], masters)
 
     def _options(self) -> list[AdamOptions]:
         return [AdamOptions.from_hyper(group, decoupled=self._decoupled) for group in self.param_groups]
@@ -205,20 +202,20 @@ class TileAdam:
             if kind not in self._moments:
                 self._moments[kind] = host_zeros(self._bucket.numel, torch.float32, pinned_for=None)
                 self._views[kind] = self._bucket.views(self._moments[kind])
-                self._tails = Tails(self._bucket, self._moments)
 
     def _kinds(self, index: int) -> tuple[str, ...]:
         return adam_states(amsgrad=bool(self.param_groups[self._group_at[index]].get("amsgrad")))
 
     def state_of(self, index: int) -> State:
-        """See ``Rule.state_of``; "step" is a 0-dim fp32 tensor, as torch has it."""
+        """The state of piece ``index`` in torch's format, the live tensors; empty before its first update."""
         if not self._begun[index]:
             return {}
         moments = {kind: self._views[kind][index] for kind in self._kinds(index) if kind in self._views}
         return {"step": torch.tensor(float(self._steps[index]), dtype=torch.float32, device="cpu"), **moments}
 
     def load(self, states: Sequence[State]) -> None:
-        """See ``Rule.load``. Raises ConfigError that names what the state lacks for Adam."""
+        """Replace every piece's state by a copy of ``states``; an empty one is the state before the first update.
+        Raises ConfigError that names what the state lacks for Adam."""
         for index, state in enumerate(states):
             self._begun[index], self._steps[index] = bool(state), int(state.get("step", 0))
             kinds = self._kinds(index)
@@ -236,6 +233,7 @@ class TileAdam:
                     views[index].copy_(state[kind].view_as(views[index]))
 
     def prepare(self) -> None:
+        """Create the state of pieces that have none, with step count zero; weights do not change."""
         self._allocate(amsgrad=any(group.get("amsgrad") for group in self.param_groups))
         self._begun = [True] * len(self._begun)
 
@@ -299,6 +297,9 @@ class ClassRule(PieceOptimizer):
         self._bucket.publish()
 
 
+Rule = TileAdam | ClassRule  # the optimizer of one bucket
+
+
 def _scaled(bucket: Bucket, scales: Sequence[float]) -> tuple[Tensor, float]:
     """The bucket's gradients, and the scale that the kernel still has to apply. The kernel applies a single fp32 scale
     itself; other products are rounded in the gradients' own memory, as torch would round them on the device."""
@@ -310,50 +311,3 @@ def _scaled(bucket: Bucket, scales: Sequence[float]) -> tuple[Tensor, float]:
     for scale in scales[:now]:
         grads.mul_(scale)
     return grads, 1.0 if now == len(scales) else scales[now]
-
-
-def lines(numel: int) -> int:
-    """The largest multiple of 64 that is at most ``numel``."""
-    return numel // ALIGN * ALIGN
-
-
-class Tails:
-    """The elements of a bucket's pieces after their last full line, and their moments."""
-
-    def __init__(self, bucket: Bucket, moments: Mapping[str, Tensor]) -> None:
-        """``moments``: kind -> fp32, flat like the bucket."""
-        self._bucket = bucket
-        self._ranges = [
-            (at + lines(piece.numel), at + piece.numel) for at, piece in zip(bucket.offsets, bucket.pieces, strict=True)
-        ]
-        self._flats = [bucket.master, *moments.values()]
-
-    @torch.no_grad()
-    def update(
-        self, present: Sequence[int], options: Mapping[int, AdamOptions], steps: Sequence[int], scale: float
-    ) -> None:
-        """Update the tails of the pieces ``present``. ``options`` and ``steps`` (counting this one) are by piece."""
-        alike: dict[tuple[AdamOptions, int], list[int]] = {}
-        for index in present:
-            start, stop = self._ranges[index]
-            if stop > start:
-                alike.setdefault((options[index], steps[index]), []).append(index)
-        for (chosen, step), members in alike.items():
-            self._fused(members, chosen, step, scale)
-
-    def _fused(self, members: Sequence[int], options: AdamOptions, step: int, scale: float) -> None:
-        assert self._bucket.grads is not None
-        ranges = [self._ranges[index] for index in members]
-        grads = [self._bucket.grads[start:stop].float() for start, stop in ranges]
-        masters, means, squares, *largest = [[flat[start:stop] for start, stop in ranges] for flat in self._flats]
-        fused_adam(
-            options,
-            masters,
-            grads if scale == 1.0 else torch._foreach_mul(grads, scale),
-            means,
-            squares,
-            largest[0] if options.amsgrad else [],
-            [torch.tensor(float(step), dtype=torch.float32, device="cpu")] * len(members),
-        )
-        if self._bucket.params is not self._bucket.master:
-            torch._foreach_copy_([self._bucket.params[start:stop] for start, stop in ranges], masters)

@@ -124,10 +124,8 @@ def _owners(module: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
         yield from _owners(child)
 
 
-def _opener(params: Sequence[nn.Parameter]) -> Callable[..., None]:
+def _opener(params: list[nn.Parameter]) -> Callable[..., None]:
     def open_them(module: nn.Module, args: Any) -> None:
-        for param in params:
-            if isinstance(param, AwayParameter):
-                param.open()
+        AwayParameter.brought(params)
 
     return torch.compiler.disable(open_them)  # type: ignore[no-any-return,no-untyped-call]

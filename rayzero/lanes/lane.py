@@ -26,7 +26,6 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from time import perf_counter
 from typing import Literal, Protocol
 
@@ -273,7 +272,21 @@ class ThreadLane:
         """See ``Lane``. ``copy`` holds its tensors until it has run."""
         future: Future[None] = Future()
         event = self._last[direction] = ThreadEvent(future)
-        run = partial(self._run, future, direction, copy, after or (), label, nbytes)
+
+        def run() -> None:
+            try:
+                for earlier in after or ():
+                    earlier.wait()
+                began = time.perf_counter()
+                with torch.no_grad():
+                    copied = copy() is not False
+            except BaseException as error:  # the waiting thread raises it
+                future.set_exception(error)
+                return
+            if copied and nbytes:
+                self._spans.append(Span(direction, label, began, time.perf_counter(), nbytes))
+            future.set_result(None)
+
         thread = self._threads.get(direction)
         if thread is None:
             run()
@@ -283,28 +296,6 @@ class ThreadLane:
         except RuntimeError:  # another thread has closed the lane meanwhile, or the interpreter is ending
             run()
         return event
-
-    def _run(
-        self,
-        future: Future[None],
-        direction: Direction,
-        copy: Callable[[], object],
-        after: Sequence[Event],
-        label: str,
-        nbytes: int,
-    ) -> None:
-        try:
-            for earlier in after:
-                earlier.wait()
-            began = time.perf_counter()
-            with torch.no_grad():
-                copied = copy() is not False
-        except BaseException as error:  # the waiting thread raises it
-            future.set_exception(error)
-            return
-        if copied and nbytes:
-            self._spans.append(Span(direction, label, began, time.perf_counter(), nbytes))
-        future.set_result(None)
 
     def now(self, stream: Hashable = None) -> Event:
         """See ``Lane``: an event that has passed, because the caller's work so far is done."""

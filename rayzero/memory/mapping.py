@@ -206,7 +206,7 @@ def _libc() -> Any:
     return libc
 
 
-_PORTABLE, _READ_ONLY = 1, 8  # cudaHostRegisterPortable, cudaHostRegisterReadOnly: CUDA runtime API, cudaHostRegister
+_PORTABLE = 1  # cudaHostRegisterPortable: CUDA runtime API, cudaHostRegister
 
 log = logging.getLogger(__name__)
 
@@ -229,7 +229,7 @@ def host_zeros(numel: int, dtype: torch.dtype, *, pinned_for: torch.device | Non
     if pinned_for is None:
         return mapping.tensor(0, numel, dtype)
     device = with_index(pinned_for)
-    runtime = _register(mapping.address, mapping.size, device, read_only=False)
+    runtime = _register(mapping.address, mapping.size, device)
     last = weakref.finalize(mapping.keeper, _unregister_idle, runtime, mapping.address, device)  # before it is unmapped
     last.atexit = False
     return mapping.tensor(0, numel, dtype)
@@ -255,17 +255,14 @@ def beyond_limit(params: int, gradients: int, limit: int) -> str | None:
 class PageLock:
     """Registered ranges of memory. They stay registered until ``release()``, or until nothing refers to this object."""
 
-    def __init__(
-        self, ranges: Sequence[tuple[int, int]], keeper: object, *, read_only: bool, device: torch.device
-    ) -> None:
-        """``ranges``: (address, bytes) of each part. ``keeper``: keeps them mapped. ``read_only``: they are mapped
-        without the right to write; not every device can register such memory. ``device``: the CUDA device that copies
-        from and to them. Raises MemoryPlanError if the driver refuses; then none is registered."""
+    def __init__(self, ranges: Sequence[tuple[int, int]], keeper: object, *, device: torch.device) -> None:
+        """``ranges``: (address, bytes) of each part. ``keeper``: keeps them mapped. ``device``: the CUDA device
+        that copies from and to them. Raises MemoryPlanError if the driver refuses; then none is registered."""
         done: list[tuple[Any, int]] = []
         device = with_index(device)
         try:
             for address, size in ranges:
-                done.append((_register(address, size, device, read_only=read_only), address))
+                done.append((_register(address, size, device), address))
         except MemoryPlanError:
             _unregister_all(done, device, keeper)
             raise
@@ -276,12 +273,12 @@ class PageLock:
         self._release()
 
 
-def _register(address: int, size: int, device: torch.device, *, read_only: bool) -> Any:
+def _register(address: int, size: int, device: torch.device) -> Any:
     """Register a range; returns CUDA's runtime. [Note: a thread's device] in threads.py: this makes a context, if
     there is none."""
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     with on_device(device):
-        status = runtime.cudaHostRegister(address, size, _PORTABLE | (_READ_ONLY if read_only else 0))
+        status = runtime.cudaHostRegister(address, size, _PORTABLE)
     if int(status) != 0:
         with suppress(RuntimeError):
             _launch(device)  # takes the refusal. [Note: CUDA's last error]

@@ -174,13 +174,8 @@ def staging_entries(trained: Sequence[tuple[Shard, UnitLayout]], *, adds: bool) 
     return entries, max(shard.numel * unit.dtype.itemsize for shard, unit in trained)
 
 
-def check_plan(plan: OwnerPlan, limits: HostLimits, budget: int | None, *, taken: int = 0) -> None:
-    """Raise MemoryPlanError, with the sum and the setting to change, if the plan does not fit.
-
-    budget: ``cpu_memory_budget`` in bytes; None: only the host's memory counts. taken: bytes of the budget that the
-    owner's other models have."""
-    if budget is not None:
-        check_budget(plan, budget, taken=taken)
+def check_host(plan: OwnerPlan, limits: HostLimits) -> None:
+    """Raise MemoryPlanError, with the sum and the setting to change, if the plan does not fit the host."""
     if plan.total > limits.available:
         raise MemoryPlanError(
             f"{plan.who} needs {plan.describe()}, but its host has {format_bytes(limits.available)} free, measured by "
@@ -190,7 +185,7 @@ def check_plan(plan: OwnerPlan, limits: HostLimits, budget: int | None, *, taken
 
 def check_budget(plan: OwnerPlan, budget: int, *, taken: int = 0) -> None:
     """Raise MemoryPlanError, with the sum, if the plan needs more than ``cpu_memory_budget`` has left. It does not look
-    at the host, so it can be called before anything runs."""
+    at the host, so it can be called before anything runs. taken: bytes of it that the owner's other models have."""
     if plan.total > budget - taken:
         others = f", of which other prepared models have {format_bytes(taken)}" if taken else ""
         raise MemoryPlanError(

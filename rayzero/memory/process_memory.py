@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -162,25 +161,17 @@ def _fields(path: Path) -> list[tuple[str, int]]:
     return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeMemory:
-    """Bytes of this node's memory."""
-
-    limits: Mapping[str, int]  # by source: ram, ray, and cgroup if there is one
-    headroom: int  # bytes before the first limit is reached
-    shm_used: int
-    shm_limit: int
-
-
-def node_memory(slab_dir: Path) -> NodeMemory:
-    ram, cgroup, shm = psutil.virtual_memory(), tightest_cgroup(), shutil.disk_usage(slab_dir)
+def node_limits() -> tuple[dict[str, int], int]:
+    """(this node's memory limits in bytes by source: ram, ray, and cgroup if there is one; bytes before the first of
+    them is reached)."""
+    ram, cgroup = psutil.virtual_memory(), tightest_cgroup()
     ray = int(ram.total * ray_memory_threshold(os.environ))
     rooms = [ram.available - (ram.total - ray)]
     limits = {"ram": int(ram.total), "ray": ray}
     if cgroup is not None:
         limits["cgroup"] = cgroup.total
         rooms.append(cgroup.available)
-    return NodeMemory(limits=limits, headroom=max(0, min(rooms)), shm_used=shm.used, shm_limit=shm.total)
+    return limits, max(0, min(rooms))
 
 
 def ray_memory_threshold(environment: Mapping[str, str]) -> float:

@@ -17,7 +17,7 @@ from rayzero.kernels import ADAMS, Squares, check_moments, choose_squares
 from rayzero.kernels.moments import moment_bytes
 from rayzero.layout.model_layout import ModelLayout
 from rayzero.layout.shard_map import ShardMap
-from rayzero.memory.planner import OwnerPlan, check_budget, check_device, check_plan, plan_owner
+from rayzero.memory.planner import OwnerPlan, check_budget, check_device, check_host, plan_owner
 from rayzero.memory.process_memory import host_limits
 from rayzero.owner.memory import DeviceStates, HostMemory, LeftOnDevice, MemoryMaker
 from rayzero.owner.rules import AdamRule, ClassRule, UpdateRule
@@ -102,10 +102,10 @@ def build_model(
     on_device, measures_norms = shard_map.on_device(owner), terms.norms_every is not None
     rule = choose_rule(spec, terms.device if on_device else None)
     plan = _plan(spec, shard_map, owner, rule, own_gradients=own_gradients, measures_norms=measures_norms)
-    if maker is None or not maker.takes_over:
-        check_plan(plan, host_limits(), terms.memory_budget, taken=memory_taken)
-    elif terms.memory_budget is not None:  # what it takes over is part of what its host has in use
+    if terms.memory_budget is not None:
         check_budget(plan, terms.memory_budget, taken=memory_taken)
+    if maker is None or not maker.takes_over:  # what it takes over is part of what its host has in use
+        check_host(plan, host_limits())
     if left is None:
         check_device(plan, terms.device)
     memory = HostMemory() if maker is None else maker.make_memory(spec, rule.kernel, plan)

@@ -134,7 +134,7 @@ class Slab:
         them directly. The slab must be writable here."""
         mapping = self._open()
         span = mapping.address + offset, mapping.size - offset if size is None else size
-        return PageLock([span], mapping.keeper, read_only=False, device=device)
+        return PageLock([span], mapping.keeper, device=device)
 
     def fileno(self) -> int:
         """The open file's descriptor, to map parts of it elsewhere."""

@@ -28,11 +28,11 @@ def test_a_host_buffer_is_not_free_while_an_unwanted_copy_in_still_reads_it():
     del low
     torch.autograd.grad(y, [torch.autograd.graph.GradientEdge(alias, 0)])  # reads b alone, and asks for a ahead
     del x, y, alias
-    status = offload.pool_status()
-    assert (status.in_use_bytes, status.returning_bytes) == (0, 4096)
+    status = offload.summary().host
+    assert (status["in_use_bytes"], status["returning_bytes"]) == (0, 4096)
     go.set()
     lane.settle("in")
-    assert offload.pool_status().returning_bytes == 0
+    assert offload.summary().host["returning_bytes"] == 0
     offload.close()
 
 

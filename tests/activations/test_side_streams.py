@@ -109,13 +109,13 @@ def train(
                     if drops:
                         with lane.on(draws.choice(STREAMS)):
                             losses.clear()
-                            offload.pool_status()  # frees
+                            offload.summary()  # frees
             for batch in batches[:1] if drops else batches:
                 plain(batch).square().mean().backward()
             ours, theirs = ([p.grad for p in net.parameters()] for net in (model, plain))
             assert equal(ours, theirs) or "compress" in policy
         assert (offload.summary().offloaded_bytes > 0) is (pattern is not None)
-        assert offload.pool_status().in_use_bytes == 0
+        assert offload.summary().host["in_use_bytes"] == 0
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -152,7 +152,7 @@ def test_what_is_still_leaving_is_held_for_all_that_use_it() -> None:
             simulated_autograd.backward(lane, loss)
         with lane.on("far side"):
             del loss
-            assert offload.pool_status().in_use_bytes == 0
+            assert offload.summary().host["in_use_bytes"] == 0
     assert torch.equal(x.grad[:, ::3], 2 * (x.detach()[:, ::3] + 1))
 
 
@@ -166,7 +166,7 @@ def test_what_is_still_leaving_is_held_until_it_has_left() -> None:
             y = x.exp()
         with lane.on("far side"):
             del y
-            assert offload.pool_status().in_use_bytes == 0
+            assert offload.summary().host["in_use_bytes"] == 0
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -182,4 +182,4 @@ def test_a_host_buffer_is_filled_after_a_return_that_only_another_stream_has_wai
             torch.autograd.grad(y, [GradientEdge(node, 0)])  # reads the second alone, and asks for the first ahead
             with lane.on("far side"):
                 del x, y, node
-                assert offload.pool_status().in_use_bytes == 0  # frees
+                assert offload.summary().host["in_use_bytes"] == 0  # frees

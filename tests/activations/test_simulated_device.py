@@ -37,7 +37,7 @@ def train(lane: SimulatedLane, seed: int, policy: str) -> None:
             ours, theirs = ([p.grad for p in net.parameters()] for net in (model, plain))
             assert equal(ours, theirs)
         assert offload.summary().offloaded_bytes > 0
-        assert offload.pool_status().in_use_bytes == 0
+        assert offload.summary().host["in_use_bytes"] == 0
 
 
 @pytest.mark.spread(2)
@@ -101,5 +101,5 @@ def test_a_host_that_runs_ahead_of_its_device_needs_no_more_host_memory() -> Non
         for _ in range(4):
             with lane.watching():
                 torch.autograd.grad(model(x).sum(), x)
-            total.append(offload.pool_status().total_bytes)
+            total.append(offload.summary().host["total_bytes"])
     assert total == [12 * x.nbytes] * 4

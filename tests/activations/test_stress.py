@@ -54,5 +54,5 @@ def test_a_thousand_steps_with_random_delays_are_bit_equal():
                 done += 1
             assert offload.summary().offloaded_bytes > 0
             assert offload.summary().device_bytes == 0
-            assert offload.pool_status().in_use_bytes == 0
+            assert offload.summary().host["in_use_bytes"] == 0
     assert done == RUNS

@@ -239,11 +239,11 @@ def test_clipping_and_checkpoints_take_the_managers_optimizer(alone: RankContext
 
 
 def test_the_optimizer_is_adamw_or_the_one_given(alone: RankContext) -> None:
-    assert OffloadManager(None, None, Net(), lr=0.5).optimizer.optimizer_class is torch.optim.AdamW
+    assert OffloadManager(None, None, Net(), lr=0.5).optimizer.make.cls is torch.optim.AdamW
     assert OffloadManager(None, None, Net(), lr=0.5).optimizer.param_groups[0]["lr"] == 0.5
     model = Net()
     given = OffloadManager(None, None, model, torch.optim.SGD(model.parameters(), lr=0.25)).optimizer
-    assert (given.optimizer_class, given.param_groups[0]["lr"]) == (torch.optim.SGD, 0.25)
+    assert (given.make.cls, given.param_groups[0]["lr"]) == (torch.optim.SGD, 0.25)
     with pytest.raises(ConfigError, match="give it to the optimizer instead"):
         OffloadManager(None, None, Net(), adamw, lr=0.5)
 

@@ -289,7 +289,7 @@ def test_equal_classes_are_one_optimizer_and_two_lists_in_another_order_are_alik
     model = copy.deepcopy(BASE)
     matrices, others = divided(model)
     _, optimizer = rayzero.prepare(model, [torch.optim.AdamW(matrices, lr=1e-2), torch.optim.AdamW(others)])
-    assert optimizer.optimizer_class is torch.optim.AdamW
+    assert optimizer.make.cls is torch.optim.AdamW
     assert [group["lr"] for group in optimizer.param_groups] == [1e-2, 1e-3]
     assert not any("optimizer" in group for group in optimizer.param_groups)
     assert optimizer.classes == ADAMW

@@ -79,7 +79,7 @@ def test_whoever_drops_the_last_tensor_makes_no_context_on_another_device(driver
     with ThreadPoolExecutor(1) as thread:
         assert thread.submit(in_a_thread).result() == 0
     assert [event for event, _ in driver.events] == ["register", "synchronize", "unregister"]
-    lock = PageLock([(PAGE, PAGE)], None, read_only=False, device=OURS)
+    lock = PageLock([(PAGE, PAGE)], None, device=OURS)
     lock.release()
     assert driver.devices.contexts == {OURS.index}
 
@@ -136,7 +136,7 @@ def test_a_device_without_a_number_is_the_one_that_is_current_then(driver: Drive
     device = torch.device("cuda")
     with torch.cuda.device(OURS):
         found = host_zeros(100, torch.float32, pinned_for=device)
-        lock = PageLock([(PAGE, PAGE)], None, read_only=False, device=device)
+        lock = PageLock([(PAGE, PAGE)], None, device=device)
         pool = BufferPool(pinned_for=device)
     lock.release()
     pool.acquire(4096)
@@ -152,5 +152,5 @@ def test_a_refusal_is_not_the_error_of_the_next_kernel() -> None:
     device = torch.device("cuda")
     found = host_zeros(100, torch.float32, pinned_for=device)
     with pytest.raises(MemoryPlanError, match="CUDA refused to page-lock"):
-        PageLock([(found.data_ptr(), PAGE)], found, read_only=False, device=device)  # it is registered already
+        PageLock([(found.data_ptr(), PAGE)], found, device=device)  # it is registered already
     assert torch.ones(3, device="cuda").sum().item() == 3

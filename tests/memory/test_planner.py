@@ -18,7 +18,8 @@ from rayzero.layout.model_layout import ModelLayout, lay_out_unit
 from rayzero.layout.shard_map import shard_map_for
 from rayzero.memory.planner import (
     OwnerPlan,
-    check_plan,
+    check_budget,
+    check_host,
     check_shared,
     plan_owner,
 )
@@ -205,9 +206,9 @@ ROOMY = HostLimits(available=1 << 40, total=1 << 40, source="RAM")
 
 def test_a_plan_over_the_budget_is_one_line_with_the_sum_and_the_setting() -> None:
     wanted = plan(layout_of(*[(MIB // 4, torch.bfloat16, True)] * 4), owners=2, ranks=2)
-    check_plan(wanted, ROOMY, wanted.total)
+    check_budget(wanted, wanted.total)
     with pytest.raises(MemoryPlanError) as caught:
-        check_plan(wanted, ROOMY, wanted.total - 1)
+        check_budget(wanted, wanted.total - 1)
     line = str(caught.value)
     assert line == (
         "optimizer 0 of 2 needs 11 MiB = parameters 1 MiB + master 2 MiB + moments 4 MiB + gradients of 2 ranks 4 MiB, "
@@ -218,9 +219,9 @@ def test_a_plan_over_the_budget_is_one_line_with_the_sum_and_the_setting() -> No
 def test_a_plan_over_what_the_host_has_is_refused_naming_who_measured_it() -> None:
     wanted = plan(layout_of((MIB, torch.float32, True)))
     tight = HostLimits(available=wanted.total, total=1 << 40, source="/sys/fs/cgroup/memory.max")
-    check_plan(wanted, tight, None)
+    check_host(wanted, tight)
     with pytest.raises(MemoryPlanError, match=r" free, measured by /sys/fs/cgroup/memory.max; raise num_optim"):
-        check_plan(wanted, replace(tight, available=wanted.total - 1), None)
+        check_host(wanted, replace(tight, available=wanted.total - 1))
 
 
 def test_bytes_are_shown_in_the_unit_that_fits() -> None:

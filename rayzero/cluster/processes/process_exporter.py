@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from rayzero.memory.process_memory import (
     give_back_freed,
     heap_use,
     ledger_rest,
-    node_memory,
+    node_limits,
     process_memory,
     without_model,
 )
@@ -191,11 +192,11 @@ class MemorySource:
             yield Reading(PROCESS_MEMORY_BYTES, getattr(now.process, kind), {"kind": kind})
         if now.heap is not None:
             yield Reading(HEAP_BYTES, now.heap.used, {"kind": "used"})
-        node = node_memory(self._slab_dir)
-        yield Reading(SHM_USED_BYTES, node.shm_used, {})
-        yield Reading(SHM_LIMIT_BYTES, node.shm_limit, {})
-        yield Reading(HOST_MEMORY_HEADROOM_BYTES, node.headroom, {})
-        for source, limit in node.limits.items():
+        shm, (limits, headroom) = shutil.disk_usage(self._slab_dir), node_limits()
+        yield Reading(SHM_USED_BYTES, shm.used, {})
+        yield Reading(SHM_LIMIT_BYTES, shm.total, {})
+        yield Reading(HOST_MEMORY_HEADROOM_BYTES, headroom, {})
+        for source, limit in limits.items():
             yield Reading(HOST_MEMORY_LIMIT_BYTES, limit, {"source": source})
 
     def _count(self) -> LedgerCount:

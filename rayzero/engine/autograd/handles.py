@@ -147,7 +147,7 @@ class SavedWeights:
         if type(unit.params[handle.slot]).made is not nn.Parameter:  # type: ignore[attr-defined]
             _refuse_python(unit, handle.slot)
         self._bring_up(unit)
-        weight = unit.tensor(handle.slot, handle)
+        weight = unit.tensor(handle.slot, handle.dtype, handle.size, handle.stride, handle.offset)
         return weight if handle.form is None else handle.form(weight)
 
     def _bring_up(self, unit: ParamUnit) -> None:

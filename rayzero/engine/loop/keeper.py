@@ -149,7 +149,7 @@ class LoopKeeper:
         self._began = None if began is None else str(began)
         self._optimizer, self._tracked, self._reports, self._comeback = optimizer, tracked, reports, comeback
         self._engine = optimizer.engine
-        self._engine.cache.writes.sent = self
+        self._engine.cache.writes.loop = self
         state = None if comeback is None else comeback.state
         at_commit = None if comeback is None else comeback.at_commit
         self.returning = state is not None  # [Note: two moments]
@@ -290,7 +290,7 @@ class LoopKeeper:
         return [(index, values) for index, values in found if values is not None]
 
     def sending(self, unit: int, kind: str, values: torch.Tensor) -> bool:
-        """See ``SentWrites`` and [Note: a write in a step]."""
+        """See ``LoopMoments`` and [Note: a write in a step]."""
         if self.returning or self._repeats_decided:
             return False
         known = self._written_before.get(unit) if kind == COMPUTE else None

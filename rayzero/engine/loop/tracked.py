@@ -15,7 +15,7 @@ import logging
 import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
@@ -26,19 +26,10 @@ from rayzero.engine.optimizer.zero_optimizer import ZeroOptimizer
 from rayzero.errors import ConfigError
 from rayzero.telemetry.metric import fault_of
 
+if TYPE_CHECKING:  # it takes long to import
+    from torch.distributed.checkpoint.stateful import Stateful
+
 log = logging.getLogger(__name__)
-
-
-class Stateful(Protocol):
-    """An object that can be tracked."""
-
-    def state_dict(self) -> Any:
-        """The state: numbers, text, tensors, and lists, tuples or dicts of these."""
-        ...
-
-    def load_state_dict(self, state_dict: Any) -> Any:
-        """Take a state that ``state_dict`` returned."""
-        ...
 
 
 class Tracked:

@@ -150,10 +150,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._resumed.restore(self.param_groups, only=others | _SCHEDULED)
 
     @property
-    def optimizer_class(self) -> type[torch.optim.Optimizer]:
-        return self.make.cls
-
-    @property
     def classes(self) -> str:
         """As ``ModelSpec.classes``."""
         return classes_of(self.param_groups, path_of(self.make.cls))

@@ -28,7 +28,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
-from typing import Any, Protocol, cast
+from typing import Any, cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -155,15 +155,6 @@ class UnitState(Enum):
 
 S = UnitState
 _MOVES = {S.SHARDED: {S.UNSHARDING}, S.UNSHARDING: {S.UNSHARDED, S.SHARDED}, S.UNSHARDED: {S.SHARDED}}
-
-
-class SavedShape(Protocol):
-    """How a tensor lies in its storage."""
-
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: Any  # elements
 
 
 class ParamUnit:
@@ -408,13 +399,13 @@ class ParamUnit:
         self.version = version
         self._outdate()
 
-    def tensor(self, slot: int, like: SavedShape) -> Tensor:
-        """A detached tensor over a slot's storage, with the shape, strides and dtype of ``like``. It pins the unit."""
+    def tensor(self, slot: int, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], offset: Any) -> Tensor:
+        """A detached tensor over a slot's storage, which begins at element ``offset`` there. It pins the unit."""
         alias = self._aliases[slot]
-        if like.dtype is alias.dtype:
-            return torch.as_strided(alias, like.size, like.stride, like.offset)
-        other: Any = torch.empty(0, dtype=like.dtype, device=alias.device)
-        return cast(Tensor, other.set_(self.storages[slot], like.offset, like.size, like.stride))
+        if dtype is alias.dtype:
+            return torch.as_strided(alias, size, stride, offset)
+        other: Any = torch.empty(0, dtype=dtype, device=alias.device)
+        return cast(Tensor, other.set_(self.storages[slot], offset, size, stride))
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:

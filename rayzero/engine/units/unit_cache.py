@@ -408,7 +408,7 @@ class UnitCache:
 
     def _write(self, unit: ParamUnit, kind: str, values: Tensor) -> bool:
         """Send a write, and drop fetches and kept memory of the unit that are older. Returns whether it was sent: see
-        ``SentWrites``."""
+        ``LoopMoments``."""
         sends = self.writes.sending(unit, kind, values)
         if unit.state is UnitState.UNSHARDING:
             self._drop(unit)

@@ -12,22 +12,12 @@ content is kept in host memory and put back at the next unshard.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
+from rayzero.engine.step_clock import LoopMoments
 from rayzero.engine.units.param_unit import ParamUnit, UnitState
 from rayzero.protocol.messages import digest_of
-
-
-class SentWrites(Protocol):
-    """Decides about each write before it is sent to the owners."""
-
-    def sending(self, unit: int, kind: str, values: Tensor) -> bool:
-        """Whether the owners get a write; else they have it from a former life of the rank. ``values``: 1D, unit.numel
-        elements, host memory."""
-        ...
 
 
 class WrittenUnits:
@@ -39,7 +29,7 @@ class WrittenUnits:
         self._written: set[int] = set()  # units that are up and hold the user's content
         self._aside: dict[int, Tensor] = {}  # resharded units' content: 1D, host. freed by: put_back, settle
         self.came_back_at = -1  # the open step of a rank that has come back: its former life may have made its writes
-        self.sent: SentWrites | None = None
+        self.loop: LoopMoments | None = None  # decides about each write before it is sent to the owners
         self._lent: dict[int, str] = {}  # units whose bytes were handed out outside forward -> their digest then
 
     def lend(self, unit: ParamUnit) -> None:
@@ -91,8 +81,8 @@ class WrittenUnits:
         self._aside[index] = values
 
     def sending(self, unit: ParamUnit, kind: str, values: Tensor) -> bool:
-        """A write is about to be sent; see ``SentWrites``."""
-        return self.sent is None or self.sent.sending(unit.index, kind, values)
+        """A write is about to be sent: see ``LoopMoments``."""
+        return self.loop is None or self.loop.sending(unit.index, kind, values)
 
     def aside(self) -> list[int]:
         """Units whose written content waits in host memory."""

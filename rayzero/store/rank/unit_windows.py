@@ -69,12 +69,12 @@ class Window:
         """Lock the window's pages, so that a CUDA device copies from it directly. See :class:`PageLock`."""
         mapping = self._open()
         try:
-            return PageLock([(mapping.address, mapping.size)], mapping.keeper, read_only=False, device=device)
+            return PageLock([(mapping.address, mapping.size)], mapping.keeper, device=device)
         except MemoryPlanError:
             if len(self._parts) == 1:
                 raise
         parts = [(mapping.address + at, whole_pages(size)) for at, size in self._parts]  # a driver may want one a file
-        return PageLock(parts, mapping.keeper, read_only=False, device=device)
+        return PageLock(parts, mapping.keeper, device=device)
 
     def revert(self) -> None:
         """Discard what this process wrote, so that the window shows the slabs again. Costs little if nothing was
