@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from rayzero.concurrency.futures import fail, settle
-from rayzero.errors import CheckpointWriteError
+from rayzero.errors import CheckpointWriteError, StallError
 from rayzero.protocol.messages import BegunSave, CheckpointInfo, EndedSave, LeadHistory, MeanInput
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
+from rayzero.store.host.lead_questions import long_call
 from rayzero.store.host.waits import StallWatch
 from rayzero.store.rank.connection import Epochs
 from rayzero.store.remote.lead_line import RemoteLead
@@ -94,3 +95,13 @@ def test_a_successor_hears_the_last_means_and_those_of_a_former_life(line: Remot
     means = heard(line).means
     assert [mean.number for mean in means] == list(range(4, 68))
     assert [mean.given.values[0] for mean in means] == [float(number) for number in range(4, 68)]
+
+
+def test_a_call_that_nobody_waits_for_any_more_is_cancelled() -> None:
+    asked: Future[Any] = Future()
+    link: Any = SimpleNamespace(ask=lambda *_, **__: asked)
+    with ThreadPoolExecutor(1) as answers:
+        norm = long_call(link, "Finish", None, str, executor=answers, awaited="a norm")
+        fail(norm, StallError("rank 1 waits"))
+    assert asked.cancelled()
+    assert isinstance(norm.exception(), StallError)

@@ -52,8 +52,9 @@ class Lead:
         self.asked: list[tuple[str, list[int], Future[Any]]] = []  # method, ranks, the answer
         self.later: list[Callable[[], None]] = []
 
-    def ask(self, method: str, request: pb.AskRequest, timeout_s: float) -> Future[Any]:
+    def ask(self, method: str, request: pb.AskRequest, timeout_s: float, *, repeats: bool) -> Future[Any]:
         assert method == "Ask"
+        assert repeats
         self.asked.append((request.method, [each.rank for each in request.questions], Future()))
         return self.asked[-1][2]
 
@@ -234,10 +235,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often a process has made each call of a step over gRPC."""
     made, ask = Counter[str](), OwnerLink.ask
 
-    def counted(self: OwnerLink, method: str, *args: Any) -> Future[Any]:
+    def counted(self: OwnerLink, method: str, *args: Any, **named: Any) -> Future[Any]:
         if method in ("Finish", "Commit", "Mean", "Ask", "Discard"):
             made[method] += 1
-        return ask(self, method, *args)
+        return ask(self, method, *args, **named)
 
     monkeypatch.setattr(OwnerLink, "ask", counted)
     return made

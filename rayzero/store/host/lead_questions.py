@@ -21,12 +21,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from rayzero.concurrency.futures import fail, failed, settle
 from rayzero.errors import RayZeroError, StoreClosedError
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.host.channel import NoAnswerError
 from rayzero.store.host.owner_link import OwnerLink
 from rayzero.store.wire.translate import from_failure
 
@@ -35,55 +34,35 @@ T = TypeVar("T")
 _AGAIN_S = 60.0  # after which a call without an answer is made again: its answer may be lost on the way
 
 
-class LongCall(Generic[T]):
-    """A call that waits for other ranks, repeated until it has an answer or an error, or until its future ends.
+def long_call(
+    link: OwnerLink, method: str, request: Any, read: Callable[[Any], T], *, executor: Executor, awaited: str
+) -> Future[T]:
+    """Make a call that waits for other ranks; repeated until it has an answer or an error, or until the future ends.
 
-    It holds no thread while it waits, and its future completes on the executor it was given. It has no deadline:
-    the watcher of the future ends it."""
+    It holds no thread while it waits, and the future completes on ``executor``. It has no deadline: the watcher of the
+    future ends it. ``read``: turns the response into the result, which errors call ``awaited``."""
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
+    asked = link.ask(method, request, _AGAIN_S, repeats=True)
 
-    def __init__(
-        self,
-        link: OwnerLink,
-        method: str,
-        request: Any,
-        read: Callable[[Any], T],
-        *,
-        executor: Executor,
-        awaited: str,
-    ) -> None:
-        """``read``: turns the response into the result, which errors call ``awaited``."""
-        self.future: Future[T] = Future()
-        self.future.set_running_or_notify_cancel()
-        self._link, self._method, self._request, self._read = link, method, request, read
-        self._executor, self._awaited = executor, awaited
-        self._asked: list[Future[Any]] = []  # the call under way
-        asked = self._asked
-        self.future.add_done_callback(lambda _: [call.cancel() for call in asked])
-        self._ask()
-
-    def _ask(self) -> None:
-        self._asked[:] = [self._link.ask(self._method, self._request, _AGAIN_S)]
-        self._asked[0].add_done_callback(self._hand_over)
-
-    def _hand_over(self, asked: Future[Any]) -> None:
+    def hand_over(_: Future[Any]) -> None:
         """Runs in grpc's thread, which must not block."""
-        if self.future.done():  # the caller has given up
-            return
         try:
-            self._executor.submit(self._answered, asked)
+            executor.submit(answered)
         except RuntimeError:  # the executor is shut down
-            fail(self.future, StoreClosedError(f"the store was closed while waiting for {self._awaited}"))
+            fail(future, StoreClosedError(f"the store was closed while waiting for {awaited}"))
 
-    def _answered(self, asked: Future[Any]) -> None:
-        if self.future.done():
+    def answered() -> None:
+        if future.done():  # the caller has given up
             return
         try:
-            if isinstance(asked.exception(), NoAnswerError):
-                self._ask()
-            else:
-                settle(self.future, self._read(asked.result()))
+            settle(future, read(asked.result()))
         except Exception as error:  # whatever it is, the future raises it
-            fail(self.future, error)
+            fail(future, error)
+
+    future.add_done_callback(lambda _: asked.cancel())
+    asked.add_done_callback(hand_over)
+    return future
 
 
 _TOGETHER = ("Finish", "Commit", "Mean")  # every rank asks, and no answer comes before
@@ -171,10 +150,10 @@ class LeadQuestions:
             self._call(method, questions)
 
     def _call(self, method: str, questions: Sequence[_Question]) -> None:
-        asked = [pb.AskRequest.Question(rank=each.rank, life=each.life, request=each.request) for each in questions]
-        request, awaited = pb.AskRequest(method=method, questions=asked), f"{method} for ranks of this host"
-        long = LongCall(self._link, "Ask", request, _itself, executor=self._answers, awaited=awaited)
-        long.future.add_done_callback(partial(self._answered, method, questions))
+        each_asks = [pb.AskRequest.Question(rank=each.rank, life=each.life, request=each.request) for each in questions]
+        request, awaited = pb.AskRequest(method=method, questions=each_asks), f"{method} for ranks of this host"
+        asked = long_call(self._link, "Ask", request, _itself, executor=self._answers, awaited=awaited)
+        asked.add_done_callback(partial(self._answered, method, questions))
 
     def _answered(self, method: str, questions: Sequence[_Question], asked: Future[Any]) -> None:
         error, left = asked.exception(), dict(enumerate(questions))

@@ -397,11 +397,12 @@ class OwnerLink:
 
     # ---- calls
 
-    def ask(self, method: str, request: Any, timeout_s: float = QUICK_S) -> Future[Any]:
+    def ask(self, method: str, request: Any, timeout_s: float = QUICK_S, *, repeats: bool = False) -> Future[Any]:
         """Make a unary call, and repeat it until the link lets it through; does not block. The future has the answer or
         fails with the owner's error, with NoAnswerError after ``timeout_s`` seconds over one open link, or with why the
-        link is over. It completes in any thread. Nothing ends it while the link is down: the caller does."""
-        return _Ask(self, method, request, timeout_s).future
+        link is over. It completes in any thread. Nothing ends it while the link is down: the caller does. ``repeats``:
+        make the call again in place of a NoAnswerError, because its answer may be lost on the way."""
+        return _Ask(self, method, request, timeout_s, repeats=repeats).future
 
     def describe(self, request: pb.DescribeRequest, timeout_s: float) -> Future[str]:
         """Ask the owner what it is doing; does not block. The future ends within ``timeout_s`` seconds and fails with a
@@ -432,9 +433,10 @@ class OwnerLink:
 class _Ask:
     """A unary call that is repeated over each channel of a link until one lets it through."""
 
-    def __init__(self, link: OwnerLink, method: str, request: Any, timeout_s: float) -> None:
+    def __init__(self, link: OwnerLink, method: str, request: Any, timeout_s: float, *, repeats: bool) -> None:
         self.future: Future[Any] = Future()
         self._link, self._method, self._request, self._timeout_s = link, method, request, timeout_s
+        self._repeats = repeats
         self._started: list[Any] = []  # the call under way
         started = self._started
         self.future.add_done_callback(lambda _: [call.cancel() for call in started])
@@ -464,7 +466,10 @@ class _Ask:
         except BrokenLinkError as broken:
             self._again(channel, broken)
         except RayZeroError as error:
-            fail(self.future, error)
+            if self._repeats and isinstance(error, NoAnswerError):
+                self._link.when_open().add_done_callback(self._begin)
+            else:
+                fail(self.future, error)
 
     def _again(self, channel: AnyChannel, broken: BrokenLinkError) -> None:
         self._link.broke(channel, broken)

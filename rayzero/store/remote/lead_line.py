@@ -35,7 +35,7 @@ from rayzero.protocol.messages import (
     Write,
 )
 from rayzero.store._pb.rayzero.v1 import store_pb2 as pb
-from rayzero.store.host.lead_questions import LongCall
+from rayzero.store.host.lead_questions import long_call
 from rayzero.store.host.owner_link import OwnerLink
 from rayzero.store.host.waits import StallWatch
 from rayzero.store.rank.connection import Epochs, LeadLine
@@ -247,7 +247,7 @@ class RemoteLead(LeadLine):
             response = methods(STORE_SERVICE)[method].response
             answer = then(asked, lambda message: read(response.FromString(message)))
         else:
-            answer = LongCall(self._link, method, request, read, executor=self._answers, awaited=awaited).future
+            answer = long_call(self._link, method, request, read, executor=self._answers, awaited=awaited)
         return self._watch.watch(answer, awaited, self.describe)
 
     def is_over(self, link: OwnerLink) -> bool:
