@@ -18,7 +18,17 @@ from pydantic import BaseModel, ConfigDict, Field, Strict, TypeAdapter, Validati
 from rayzero.errors import ConfigError
 from rayzero.files import read_bytes
 
-__all__ = ["JsonRecord", "Several", "Sha256", "Whole", "check_record", "fault_of", "load_record", "parse_record"]
+__all__ = [
+    "JsonRecord",
+    "Several",
+    "Sha256",
+    "Whole",
+    "check_record",
+    "fault_of",
+    "load_record",
+    "parse_record",
+    "record_text",
+]
 
 _T = TypeVar("_T")
 
@@ -58,6 +68,11 @@ def parse_record(text: bytes | str, kind: type[_T], *, extra: Literal["ignore", 
         return _adapter(kind).validate_json(text, strict=True, extra=extra)
     except ValidationError as error:
         raise ValueError(fault_of(error)) from None
+
+
+def record_text(record: object) -> str:
+    """A dataclass as JSON text, which ``parse_record`` reads; bytes in it are text in UTF-8."""
+    return _adapter(type(record)).dump_json(record).decode()
 
 
 def check_record(found: Mapping[str, Any], kind: type[_T]) -> _T:

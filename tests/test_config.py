@@ -268,6 +268,8 @@ def test_the_part_of_the_optimizer_that_stays_on_the_host() -> None:
 def test_scaling_and_run_settings_are_checked() -> None:
     assert (ScalingConfig().num_workers, ScalingConfig().num_optimizers, ScalingConfig().use_gpu) == (2, 2, False)
     assert "num_workers is 0" in error_line(lambda: ScalingConfig(num_workers=0))
+    assert "max_optimizers is 2, but num_optimizers is 3" in error_line(lambda: ScalingConfig(num_optimizers=(3, 2)))
+    assert "is 0 but must be" in error_line(lambda: ScalingConfig(num_optimizers=(0, 2)))
     for share in (0, 1):
         assert f"target_exposed is {share} but must be" in error_line(
             lambda share=share: ScalingConfig(target_exposed=share)

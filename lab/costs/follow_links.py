@@ -165,8 +165,8 @@ def take_broadcast(shapes: list[torch.Size]) -> int:
 def way_to(context: RankContext) -> tuple[str, list[str], str]:
     """What ``opened`` takes."""
     connect: Any = context.connect
-    table, reach = connect.args[1].args[0], connect.args[1].func
-    return context.run, list(table._addresses), follower_token(reach.service.token)
+    table, service = connect.args[1].args[0], connect.args[1].func.__self__
+    return context.run, list(table._addresses), follower_token(service.token)
 
 
 def take_turns(

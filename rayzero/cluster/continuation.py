@@ -19,7 +19,7 @@ from rayzero.config import ScalingConfig, ZeroConfig
 from rayzero.protocol.messages import AT_COMMIT, AT_FORWARD
 from rayzero.protocol.ownership import Ownership, device_owners
 from rayzero.quantities import count
-from rayzero.slabs.sweep import FoundSlab, end_hold, list_slabs, sweep
+from rayzero.slabs.sweep import FoundSlab, list_slabs
 from rayzero.store.shm.recovery import DeadRun, Outcome, assess, read_run
 from rayzero.store.shm.signals import host_identity, why_no_sharing
 
@@ -81,14 +81,6 @@ class Left:
     run: DeadRun | None  # None: no slab of an owner
     alive: tuple[str, ...] = ()  # processes that still run: "params 0 (pid 4711)"
     models: int = 1  # prepared models
-
-
-def take_over(directory: Path, lineage: str, *, is_continued: bool) -> None:
-    """End the process that holds the memory of an earlier run, and remove that memory if it is not continued. Call it
-    once the owners of the run that begins have adopted what they need."""
-    end_hold(directory, lineage)
-    if not is_continued:
-        sweep(directory)
 
 
 def find_continuation(

@@ -27,7 +27,7 @@ from rayzero.cluster.files.run_record import RECORD
 from rayzero.cluster.files.tracing import TRACE_FILE, write_trace
 from rayzero.cluster.janitor import Remains, announced
 from rayzero.cluster.nodes.local_ray import LocalRay
-from rayzero.cluster.nodes.places import Reservation, placed
+from rayzero.cluster.nodes.places import Places, placed
 from rayzero.cluster.nodes.resources import plan_resources, rescaled
 from rayzero.cluster.nodes.session import alive_nodes, ray_session
 from rayzero.cluster.processes.rank_worker import pack_loop
@@ -192,7 +192,7 @@ class ZeroTrainer:
             record=record,
             ray=ray,
             saves_checkpoints=saves_checkpoints,
-            on_phase=self._on_phase or PhaseLines(),
+            on_phase=self._on_phase or phase_lines(),
         )
         earlier = directory.read_record_file()
         try:
@@ -237,16 +237,10 @@ def _shown(loop_config: Any, zero: ZeroConfig, scaling: ScalingConfig) -> dict[s
     return flat_settings({str(name): value for name, value in of_the_loop.items()} | ours)
 
 
-class PhaseLines:
-    """Writes each phase as a line on stderr, with the seconds since this object was made.
-
-    Knows texts and a clock; not what a run is."""
-
-    def __init__(self) -> None:
-        self._started = monotonic()
-
-    def __call__(self, phase: str) -> None:
-        print(f"{monotonic() - self._started:5.1f} s  {phase}", file=sys.stderr, flush=True)
+def phase_lines() -> OnPhase:
+    """Writes each phase as a line on stderr, with the seconds since this call."""
+    started = monotonic()
+    return lambda phase: print(f"{monotonic() - started:5.1f} s  {phase}", file=sys.stderr, flush=True)
 
 
 def _result(directory: RunDirectory, status: RunStatus, error: RunFailedError | None, seconds: float) -> Result:
@@ -342,7 +336,7 @@ def _run_once(request: RunRequest, status: RunStatus) -> RunFailedError | None:
     log = MetricsLog(
         request.directory.path, request.make_row, written_rows(request.directory.path) if continues else None
     )
-    places = placed(plan, timeout_s=scaling.placement_timeout)
+    reserved = placed(plan, timeout_s=scaling.placement_timeout)
     if request.access is not None:
         request.access.refresh()  # it may have been made long ago
     certificates = Certificates(run, request.run.security, request.access)
@@ -351,11 +345,11 @@ def _run_once(request: RunRequest, status: RunStatus) -> RunFailedError | None:
     loggers = _loggers(request, status)
     with (
         loggers,
-        places as placement,
+        reserved as places,
         tools,
-        RunActors(run, placement, certificates, log) as actors,
+        RunActors(run, places, certificates, log) as actors,
     ):
-        _start(request, placement, actors, status)
+        _start(request, actors, status)
         loggers.start(actors.coordinator.logged.remote)
         try:
             with _discoverable(request, actors):
@@ -377,28 +371,22 @@ def _loggers(request: RunRequest, status: RunStatus) -> Loggers:
     return status.loggers
 
 
-def _start(request: RunRequest, placement: Reservation, actors: RunActors, status: RunStatus) -> None:
+def _start(request: RunRequest, actors: RunActors, status: RunStatus) -> None:
     start, run = request.directory.start, request.run
-    goes_on, replaces = start.continuation is not None, run.max_failures > 0
+    goes_on = start.continuation is not None
     over = None if goes_on else start.former
-    ownership = actors.places.add_doors(_nodes_of_doors(request, placement), start.ownership, actors.driver_node)
+    ownership = actors.places.add_doors(_nodes_of_doors(request, actors.places), start.ownership, actors.driver_node)
     if doors := len(ownership.door_numbers):
         request.on_phase(
             f"starting {count(doors, 'more optimizer actor')}, without shards, for ranks that have none near"
         )
     status.addresses = actors.start(
         request.zero,
-        run.telemetry,
+        run,
         ownership,
-        Remains.of_run(start.lineage, actors.driver_node, replaces=replaces, over=over),
-        max_failures=run.max_failures,
-        replaces_members=replaces,
-        keep_s=run.keep_states,
+        Remains.of_run(start.lineage, actors.driver_node, replaces=run.max_failures > 0, over=over),
         succeeds=goes_on,
-        network=run.network,
         beside_ranks=_beside_ranks(request),
-        discovery_dir=run.discovery_dir if run.telemetry.enabled else None,
-        warm_spares=run.warm_spares,
     )
     _see_storage(request, actors)
     status.members = list(actors.members.values())
@@ -438,12 +426,12 @@ def _see_storage(request: RunRequest, actors: RunActors) -> None:
     request.on_phase(why)
 
 
-def _nodes_of_doors(request: RunRequest, placement: Reservation) -> list[str]:
+def _nodes_of_doors(request: RunRequest, places: Places) -> list[str]:
     """The nodes that get an optimizer actor without shards: owners beside ranks are on each, and without shared memory
     it would be no nearer than the others."""
     if request.zero.shared_directory is None or _beside_ranks(request) is not None:
         return []
-    return placement.nodes_without_optimizer(placement.rank_nodes())
+    return places.nodes_without_optimizer(places.rank_nodes())
 
 
 def _beside_ranks(request: RunRequest) -> str | None:

@@ -6,12 +6,11 @@ import logging
 import os
 import time
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rayzero.cluster.files.key_files import FOLLOWER_FILE, FollowerKey, read_follower
+from rayzero.cluster.files.key_files import FOLLOWER_FILE, read_follower
 from rayzero.cluster.files.run_record import RECORD, is_here, run_status, why_over
 from rayzero.cluster.run import RunState
 from rayzero.config import ZeroConfig
@@ -20,7 +19,7 @@ from rayzero.followers.follower import Follower
 from rayzero.followers.held_version import Shards
 from rayzero.followers.host_shards import HostRun
 from rayzero.security.clients import is_loopback
-from rayzero.security.credentials import Credentials, identity_of
+from rayzero.security.credentials import identity_of
 from rayzero.slabs.sweep import SHARED_MEMORY
 
 if TYPE_CHECKING:
@@ -144,20 +143,7 @@ class _RunOfFolder:
             return f"run {self.run!r} has no optimizers now, because {why or 'it is starting'}"
         if key is None:
             return f"{self._folder / FOLLOWER_FILE} is not there: copy it from the run's folder, together with {RECORD}"
-        tls = identity_of(_credentials(key))
-        return record["addresses"], CallTerms(token=key.token, tls=tls, model=self._model)
-
-
-def _credentials(key: FollowerKey) -> Credentials | None:
-    if key.certificate is None or key.key is None or key.authority is None:
-        return None
-    return Credentials(
-        certificate=key.certificate.encode(),
-        key=key.key.encode(),
-        authority=key.authority.encode(),
-        ends=datetime.max.replace(tzinfo=UTC),  # the file has newer ones by then
-        on_loopback=key.on_loopback,
-    )
+        return record["addresses"], CallTerms(token=key.token, tls=identity_of(key.tls), model=self._model)
 
 
 def _memory_of(record: Mapping[str, Any], folder: Path) -> Path | None:

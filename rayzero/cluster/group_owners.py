@@ -32,7 +32,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rayzero.cluster.actor_calls import ANSWER_S, refuse_name_in_use
 from rayzero.cluster.continuation import Continuation, Lost, await_left, choose
 from rayzero.cluster.janitor import Remains
-from rayzero.cluster.nodes.places import Reservation
+from rayzero.cluster.nodes.places import Places
 from rayzero.cluster.nodes.resources import Node
 from rayzero.cluster.nodes.session import alive_nodes
 from rayzero.cluster.processes.rank_worker import RankStart
@@ -44,7 +44,7 @@ from rayzero.cluster.supervision import Failure, shielded
 from rayzero.cluster.upkeep.ray_processes import RayProcesses
 from rayzero.cluster.upkeep.renewal import Renewal
 from rayzero.cluster.upkeep.replacement import Replacement
-from rayzero.config import SecurityConfig, TelemetryConfig, ZeroConfig
+from rayzero.config import RunConfig, ZeroConfig
 from rayzero.elastic.controller import Controller
 from rayzero.elastic.members import MemberId, MemberKind
 from rayzero.errors import ConfigError, RunFailedError
@@ -191,20 +191,10 @@ class GroupOwners:
 
     Knows groups, and what one leaves to the next; not how a member is replaced, or what can be continued."""
 
-    def __init__(
-        self,
-        run: str,
-        config: ZeroConfig,
-        placement: Reservation,
-        *,
-        max_failures: int,
-        security: SecurityConfig | None = None,
-    ) -> None:
-        """``max_failures``: how many deaths of owners are outlived in all. ``security``: None: the defaults."""
-        self._security = security
-        self._run, self._config, self._placement, self._max_failures = run, config, placement, max_failures
+    def __init__(self, run: RunConfig, config: ZeroConfig, places: Places) -> None:
+        self._run, self._config, self._places = run, config, places
         self._share = config.shared_directory
-        self._outlived = 0  # deaths, of ``max_failures``
+        self._outlived = 0  # deaths, of ``run.max_failures``
         self._lineage = secrets.token_hex(8)
         self._group: WorkerGroup | None = None  # that has these owners
         self._resume: Path | None = None  # the checkpoint that gave the lineage its first values
@@ -251,23 +241,19 @@ class GroupOwners:
 
     def _start(self, former: str | None, goes_on: Continuation | None, nodes: Sequence[str]) -> None:
         """``former``: the lineage of the owners before. ``nodes``: those (ids) that need a door."""
-        self._actors = RunActors(
-            self._run, self._placement, Certificates(self._run, self._security or SecurityConfig())
-        )
+        name = self._run.name
+        self._actors = RunActors(name, self._places, Certificates(name, self._run.security))
         over = None if goes_on is not None else former
         known = None if goes_on is None else goes_on.ownership
-        ownership = self._actors.places.add_doors(nodes, known, self._actors.driver_node)
+        ownership = self._places.add_doors(nodes, known, self._actors.driver_node)
         if doors := len(ownership.door_numbers):
             more = count(doors, "more optimizer actor")
             log.warning("the optimizer actors start with %s, without shards, for workers that have none near", more)
         addresses = self._actors.start(
             self._config,
-            TelemetryConfig(enabled=False),
+            self._run,
             ownership,
             Remains.of_run(self._lineage, self._actors.driver_node, replaces=True, over=over),
-            max_failures=self._max_failures,
-            replaces_members=True,  # the library may start ranks again
-            keep_s=0,
             succeeds=goes_on is not None,
         )
         self._actors.move(RunState.RUNNING)
@@ -275,7 +261,7 @@ class GroupOwners:
         self._controller = Controller(
             0,
             addresses,
-            max_failures=self._max_failures,
+            max_failures=self._run.max_failures,
             bound=frozenset(members) if self._share is None else frozenset(),
             outlived=self._outlived,
             ownership=ownership,
@@ -283,7 +269,7 @@ class GroupOwners:
         processes = RayProcesses(
             self._actors,
             dict.fromkeys(members, 0),
-            replaces=self._max_failures > 0,
+            replaces=self._run.max_failures > 0,
             stall_timeout=self._config.stall_timeout,
         )
         self._replacement = Replacement(self._actors, self._controller, processes, RunStatus(say=log.warning))
@@ -335,7 +321,7 @@ class GroupOwners:
             self._follow()
         except BaseException as error:  # nobody else would tell the ranks, who wait
             self._unwatch()
-            log.exception("run %r: its optimizer actors are not watched any more", self._run)
+            log.exception("run %r: its optimizer actors are not watched any more", self._run.name)
             self.groups.end.remote(f"its optimizer actors cannot be replaced: {type(error).__name__}: {error}")
 
     def _follow(self) -> None:
@@ -365,8 +351,8 @@ class GroupOwners:
         """Give a group its owners, with a door on each node that has ranks of it and no owner. It hears why if they
         would need more files for its ranks than they may open, or if a door cannot be where it is needed."""
         assert self._actors is not None
-        nodes = [] if self._share is None else self._placement.nodes_without_optimizer(group.nodes)
-        num_owners = self._placement.plan.num_optimizers + len(nodes)
+        nodes = [] if self._share is None else self._places.nodes_without_optimizer(group.nodes)
+        num_owners = self._places.plan.num_optimizers + len(nodes)
         try:
             self._actors.check_files(num_owners, len(nodes), {}, num_ranks=group.world_size)
         except ConfigError as error:
@@ -422,7 +408,7 @@ class GroupOwners:
                 self._hold.close()
         else:
             log.warning("a new group of %d workers goes on at step %d", group.world_size, found.step)
-        refuse_name_in_use(self._run, _GONE_S)  # Ray frees a name some time after its actor has ended
+        refuse_name_in_use(self._run.name, _GONE_S)  # Ray frees a name some time after its actor has ended
         goes_on = found if isinstance(found, Continuation) else None
         self._start(former, goes_on, nodes)
         return goes_on
@@ -443,8 +429,8 @@ class GroupOwners:
             return Lost(why="optimizer actors and workers share no memory")
         if away := hosts_away(group.nodes, self._actors.driver_node, alive_nodes()):
             return Lost(why=f"its workers are on {', '.join(away)} now, and that memory is on this host")
-        left = await_left(self._run, self._lineage, self._share, _GONE_S)
-        return choose(left, num_workers=group.world_size, num_owners=self._placement.plan.num_optimizers)
+        left = await_left(self._run.name, self._lineage, self._share, _GONE_S)
+        return choose(left, num_workers=group.world_size, num_owners=self._places.plan.num_optimizers)
 
 
 def hosts_away(nodes: Sequence[str], here: str, alive: Sequence[Node]) -> list[str]:

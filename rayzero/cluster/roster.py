@@ -306,17 +306,8 @@ class Certificates:
 
     def of_follower(self) -> FollowerKey:
         """What any follower shows to owners."""
-        token = follower_token(self.token)
         shown = None if self._issuer is None else self._issuer.issue("a follower", [FOLLOWER])
-        if shown is None:
-            return FollowerKey(token=token)
-        return FollowerKey(
-            token=token,
-            certificate=shown.certificate.decode(),
-            key=shown.key.decode(),
-            authority=shown.authority.decode(),
-            on_loopback=shown.on_loopback,
-        )
+        return FollowerKey(token=follower_token(self.token), tls=shown)
 
     def of_exporter(self, host: str, bind: str) -> Protection | None:
         """What an exporter that listens on ``host`` asks of its clients: what the web config says, or what only the

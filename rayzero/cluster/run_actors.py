@@ -30,10 +30,9 @@ from rayzero.cluster.actor_calls import (
     failure_of_call,
     make_coordinator,
 )
-from rayzero.cluster.continuation import take_over
 from rayzero.cluster.files.metrics_log import MetricsLog
 from rayzero.cluster.janitor import Janitor, KeptStates, Remains
-from rayzero.cluster.nodes.places import OwnerPlace, OwnerPlaces, Reservation, door_place
+from rayzero.cluster.nodes.places import OwnerPlace, Places, door_place
 from rayzero.cluster.nodes.resources import too_few_files
 from rayzero.cluster.nodes.session import alive_nodes, answered, ray_answers
 from rayzero.cluster.processes.coordinator import this_process
@@ -43,10 +42,10 @@ from rayzero.cluster.processes.rank_worker import PackedLoop, RankSettings, Rank
 from rayzero.cluster.roster import Certificates, Exporters, Joining, LocalProcesses, OwnerRoster, Spares, plan_exporters
 from rayzero.cluster.run import Member, RunState, optimizer_name, rank_name
 from rayzero.cluster.supervision import shielded
-from rayzero.config import TelemetryConfig, ZeroConfig
+from rayzero.config import RunConfig, ZeroConfig
 from rayzero.errors import ConfigError
 from rayzero.protocol.ownership import Ownership
-from rayzero.slabs.sweep import sweep
+from rayzero.slabs.sweep import end_hold, sweep
 from rayzero.telemetry.recorder import Measurements
 from rayzero.telemetry.scrape import Target
 
@@ -64,13 +63,13 @@ class RunActors:
     def __init__(
         self,
         run: str,
-        placement: Reservation,
+        places: Places,
         certificates: Certificates,
         log: MetricsLog | None = None,
     ) -> None:
         """``log``: where the coordinator writes the ranks' reports; None if ranks report to another library."""
-        self._run, self._placement, self._log = run, placement, log
-        self.places = OwnerPlaces(placement)  # freed by: end()
+        self._run, self._log = run, log
+        self.places = places  # those of actors that join are freed by: end()
         self.certificates = certificates
         self.exporters = Exporters({}, "auto", certificates)
         self._share: Path | None = None  # directory of the slabs that owners and ranks make
@@ -101,52 +100,45 @@ class RunActors:
     def start(
         self,
         zero: ZeroConfig,
-        telemetry: TelemetryConfig,
+        run: RunConfig,
         ownership: Ownership,
         remains: Remains,
         *,
-        max_failures: int,
-        replaces_members: bool,
-        keep_s: float,
         succeeds: bool,
-        network: str | None = None,
         beside_ranks: str | None = None,
-        discovery_dir: Path | None = None,
-        warm_spares: int = 0,
     ) -> tuple[str, ...]:
         """Create every actor, open the owners' ports and all exporters, register them with the coordinator; returns the
         owners' addresses.
 
-        ownership, remains, replaces_members, succeeds, network: see ``OwnerSettings``. max_failures: how often a dead
-        member may be started again (``start_owner``, ``start_rank``; the coordinator by Ray). keep_s: how long states
-        stay in shared memory if this process is killed.
-        beside_ranks: see ``OwnerRoster``. discovery_dir: where the run will be announced to Prometheus; None: nowhere.
+        ownership, remains, succeeds: see ``OwnerSettings``. beside_ranks: see ``OwnerRoster``. A dead member may be
+        started again (``start_owner``, ``start_rank``; the coordinator by Ray) as often as ``run`` says; without ranks,
+        another library starts them again.
 
         Raises RunFailedError naming the process that did not start, and ConfigError when the run's name is taken, or
         when a process may not open as many files as so many ranks and owners need.
         """
-        self.coordinator = make_coordinator(self._run, self._log, max_failures, self._placement.plan.num_workers)
-        share, self.remains = zero.shared_directory, remains
+        self.coordinator = make_coordinator(self._run, self._log, run.max_failures, self.places.plan.num_workers)
+        share, self.remains, telemetry = zero.shared_directory, remains, run.telemetry
         self._share = share
         first = OwnerSettings(
             owner=0,
             num_owners=ownership.num_owners,
-            threads=self._placement.plan.optimizer.threads,
-            bind_numa=self._placement.plan.bind_numa,
+            threads=self.places.plan.optimizer.threads,
+            bind_numa=self.places.plan.bind_numa,
             memory_budget=zero.cpu_memory_budget,
             share=share,
             norms_every=telemetry.norms_every if telemetry.enabled else None,
             ownership=ownership,
             succeeds=succeeds,
-            replaces_members=replaces_members,
+            replaces_members=run.max_failures > 0 or not self.places.plan.num_workers,
             token=self.certificates.token,
-            network=network,
+            network=run.network,
             remains=remains,
         )
-        self._roster = OwnerRoster(first, self._placement.plan, self.certificates, beside_ranks)
+        self._roster = OwnerRoster(first, self.places.plan, self.certificates, beside_ranks)
         for owner in range(ownership.num_owners):
             self._make_owner(owner)
-        for rank in range(self._placement.plan.num_workers):
+        for rank in range(self.places.plan.num_workers):
             self._make_rank(rank)
         measure = telemetry.measure_bandwidth
         hellos = {
@@ -159,18 +151,21 @@ class RunActors:
         lead = {_COORDINATOR: self.members.pop(_COORDINATOR)}
         here = {**lead, _DRIVER: this_process(_DRIVER)}
         self.check_files(len(self.owners), len(ownership.door_numbers), here)
-        kept = KeptStates(run=self._run, lineage=remains.lineage, seconds=keep_s)
+        kept = KeptStates(run=self._run, lineage=remains.lineage, seconds=run.keep_states)
+        discovery_dir = run.discovery_dir if telemetry.enabled else None
         self.local.janitor = Janitor(share, discovery_dir, keep=kept)
         self.local.find({**lead, **self.members}, self.driver_node)
         if telemetry.enabled:
             exporters = plan_exporters(self._run, {**lead, **self.members}, telemetry, Path(zero.slab_dir))
             self.exporters = Exporters(exporters, telemetry.bind, self.certificates)
             self._open_exporters()
-        addresses = self._open_ports(network)
+        addresses = self._open_ports(run.network)
         former = remains.lineage if succeeds else remains.over
-        if share is not None and former is not None:
-            take_over(share, former, is_continued=succeeds)
-        self.spares = Spares(warm_spares, [self.members[who].node for who in self._roster.with_shards])
+        if share is not None and former is not None:  # owners have adopted what they need
+            end_hold(share, former)
+            if not succeeds:
+                sweep(share)
+        self.spares = Spares(run.warm_spares, [self.members[who].node for who in self._roster.with_shards])
         self.fill_spares()
         return addresses
 
@@ -200,12 +195,12 @@ class RunActors:
     def fill_spares(self) -> None:
         """Start the spare processes that are missing."""
         while (owner := self.spares.place()) is not None:
-            actor = actor_class(OptimizerActor).options(**self._placement.spare_options(owner)).remote()
+            actor = actor_class(OptimizerActor).options(**self.places.spare_options(owner)).remote()
             self.spares.add(owner, actor, [control(actor.hello).remote(), actor.watch.remote()])
 
     def _make_rank(self, rank: int) -> Any:
-        threads = self._placement.plan.worker.threads
-        options = self._placement.worker_options(rank)
+        threads = self.places.plan.worker.threads
+        options = self.places.worker_options(rank)
         who = rank_name(rank)
         self.ranks[who] = actor_class(RankWorker).options(**options).remote(rank, threads, self._roster.of(who))
         return self.ranks[who]

@@ -111,17 +111,11 @@ _LONGEST_PAUSE = 640
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """What a run may have. Raises ConfigError for bounds that nothing is within."""
+    """What a run may have, as ``ScalingConfig`` has checked."""
 
     fewest: int
     most: int
     target_exposed: float  # the largest share of a step that ranks should wait for updates
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.fewest <= self.most:
-            raise ConfigError(f"num_optimizers is ({self.fewest}, {self.most}): pass 1 <= fewest <= most")
-        if not 0 < self.target_exposed < 1:
-            raise ConfigError(f"target_exposed is {self.target_exposed}: pass a share of a step, above 0 and below 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

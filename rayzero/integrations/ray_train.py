@@ -47,7 +47,7 @@ from rayzero.cluster.nodes.resources import plan_optimizers
 from rayzero.cluster.nodes.session import ray_session
 from rayzero.cluster.processes.rank_worker import RankStart, rank_context
 from rayzero.concurrency.processes import raise_open_files
-from rayzero.config import ScalingConfig, SecurityConfig, ZeroConfig
+from rayzero.config import RunConfig, ScalingConfig, SecurityConfig, TelemetryConfig, ZeroConfig
 from rayzero.engine.context import RankContext, running_in
 from rayzero.errors import ConfigError, RunFailedError, UnsupportedError
 from rayzero.security.credentials import Identity, identity_of
@@ -199,13 +199,19 @@ def optimizer_actors(
     if type(max_failures) is not int or max_failures < 0:
         raise ConfigError(f"max_failures is {max_failures!r}; pass a whole number >= 0")
     scaling = ScalingConfig(num_optimizers=num_optimizers, cpus_per_optimizer=cpus_per_optimizer)
-    run = f"ray-train-{secrets.token_hex(4)}"
+    run = RunConfig(
+        name=f"ray-train-{secrets.token_hex(4)}",
+        max_failures=max_failures,
+        keep_states=0,
+        telemetry=TelemetryConfig(enabled=False),
+        security=security or SecurityConfig(),
+    )
     with (
         ray_session(),
-        placed(plan_optimizers(scaling), timeout_s=scaling.placement_timeout) as placement,
-        GroupOwners(run, config, placement, max_failures=max_failures, security=security) as owners,
+        placed(plan_optimizers(scaling), timeout_s=scaling.placement_timeout) as places,
+        GroupOwners(run, config, places) as owners,
     ):
-        yield Owners(run=run, config=config, groups=GroupsAsked(owners.groups))
+        yield Owners(run=run.name, config=config, groups=GroupsAsked(owners.groups))
 
 
 def _check(config: ZeroConfig) -> None:

@@ -49,8 +49,7 @@ class RankPlace:
 
     rank: int
     world_size: int
-    run: str
-    lineage: str  # of the run's states in shared memory
+    run: str  # also the lineage of its states in shared memory
     config: ZeroConfig | None
     resume: Path | None
     run_dir: Path | None
@@ -63,7 +62,7 @@ class RankPlace:
             world_size=self.world_size,
             life=life,
             run=self.run,
-            lineage=self.lineage,
+            lineage=self.run,
             run_dir=self.run_dir,
             resume=self.resume,
             config=self.config,
@@ -133,33 +132,6 @@ Reach = Callable[[OwnerTable, int, Recorder, int, int], ParameterStore]
 """How a rank reaches the owners in any process: (they, rank, recorder, number of the model, life) -> its store."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServedReach:
-    """To owners behind servers."""
-
-    service: Service
-    stall_timeout: float
-    config: ZeroConfig
-    outlives_owners: bool = False
-
-    def __call__(self, table: OwnerTable, rank: int, recorder: Recorder, model: int, life: int) -> ParameterStore:
-        homes = self.service.homes_of_ranks
-        terms = RankTerms(
-            token=self.service.token,
-            tls=self.service.tls,
-            stall_timeout=self.stall_timeout,
-            wire_compression=self.config.wire_compression,
-            share=homes[rank],
-            host_push=self.config.pushes_for_host if homes[rank] else "never",
-            ranks_here=[other for other, home in enumerate(homes) if home == homes[rank]],
-            outlives_owners=self.outlives_owners,
-            recorder=recorder,
-            model=model,
-            life=life,
-        )
-        return table.connect(rank, terms)
-
-
 @dataclass(slots=True)
 class OwnersHere:
     """Owners that live as long as this process, for ranks that are its threads."""
@@ -205,6 +177,8 @@ class Service:
     hosts: Mapping[str, Path] = field(default_factory=dict)  # see ``run_ranks``
     replaces_ranks: bool = False
     replaces_owners: bool = False
+    stall_timeout: float
+    config: ZeroConfig  # says how bytes travel over gRPC
     tls: Identity | None = None
     token: str = field(repr=False, default_factory=lambda: secrets.token_hex(16))
 
@@ -257,6 +231,24 @@ class Service:
             replaces_owners=self.replaces_owners,
             lineage=self.lineage,
         )
+
+    def reach(self, table: OwnerTable, rank: int, recorder: Recorder, model: int, life: int) -> ParameterStore:
+        """A ``Reach`` to these owners."""
+        homes = self.homes_of_ranks
+        terms = RankTerms(
+            token=self.token,
+            tls=self.tls,
+            stall_timeout=self.stall_timeout,
+            wire_compression=self.config.wire_compression,
+            share=homes[rank],
+            host_push=self.config.pushes_for_host if homes[rank] else "never",
+            ranks_here=[other for other, home in enumerate(homes) if home == homes[rank]],
+            outlives_owners=self.replaces_owners and self.share is not None,
+            recorder=recorder,
+            model=model,
+            life=life,
+        )
+        return table.connect(rank, terms)
 
 
 def _carry_out(server: OwnerServer, order: tuple[Any, ...], pipe: Connection, sending: threading.Lock) -> None:

@@ -46,7 +46,6 @@ from rayzero.testing.members import (
     OwnersHere,
     RankPlace,
     RankResult,
-    ServedReach,
     Service,
     T,
     local_owners,
@@ -125,7 +124,6 @@ def run_ranks(
             rank=rank,
             world_size=world_size,
             run=run,
-            lineage=run,
             config=config,
             resume=resume,
             run_dir=run_dir,
@@ -153,17 +151,13 @@ def run_ranks(
         lineage=run,
         replaces_ranks=replaces,
         replaces_owners=processes and replaces,
+        stall_timeout=stall_timeout,
+        config=settings,
         tls=shown,
     )
     if faults is not None:
         faults.check(world_size, None if run_dir is not None and replaces else service.ownership.num_owners)
-    served = ServedReach(
-        service=service,
-        stall_timeout=stall_timeout,
-        config=settings,
-        outlives_owners=processes and replaces and share is not None,
-    )
-    reach = served if own is None else partial(_connect, own)
+    reach = service.reach if own is None else partial(_connect, own)
     directories = set[Path]() if share is None else {share, *homes.values()}
     try:
         if not processes:

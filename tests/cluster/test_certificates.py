@@ -39,11 +39,9 @@ def test_what_crosses_a_network_is_open_only_by_a_word(
     assert Certificates("demo", SecurityConfig(tls="never"), access).of_exporter(host, bind) is expected
 
 
-def names_in(shown: Credentials | FollowerKey | None) -> list[str]:
+def names_in(shown: Credentials | None) -> list[str]:
     assert shown is not None
-    assert shown.certificate is not None
-    pem = shown.certificate.encode() if isinstance(shown, FollowerKey) else shown.certificate
-    found = x509.load_pem_x509_certificates(pem)[0].extensions
+    found = x509.load_pem_x509_certificates(shown.certificate)[0].extensions
     return found.get_extension_for_class(x509.SubjectAlternativeName).value.get_values_for_type(x509.DNSName)
 
 
@@ -52,7 +50,7 @@ def test_an_owner_shows_that_it_is_one_and_a_rank_shows_which_it_is() -> None:
     assert names_in(run.of_owner(1)) == [OWNER]
     assert names_in(run.of_rank(3)) == [name_of_rank(3)]
     assert names_in(run.of_rank(None)) == [ANY_RANK]
-    assert names_in(run.of_follower()) == [FOLLOWER]
+    assert names_in(run.of_follower().tls) == [FOLLOWER]
     assert run.of_follower().token == follower_token(run.token) != run.token
 
 

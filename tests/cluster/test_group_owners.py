@@ -17,7 +17,7 @@ from rayzero.cluster.nodes.resources import Node, files_of_owner
 from rayzero.cluster.processes.rank_worker import RankStart
 from rayzero.cluster.run import Member
 from rayzero.cluster.run_actors import RunActors
-from rayzero.config import ZeroConfig
+from rayzero.config import RunConfig, ZeroConfig
 from rayzero.elastic.reform import hosts_without_owner
 from rayzero.errors import RunFailedError
 from rayzero.protocol.ownership import Ownership
@@ -34,8 +34,8 @@ def group(name: str, run: str, nodes: str = "aa") -> WorkerGroup:
 def owners(config: ZeroConfig, before: WorkerGroup | None) -> GroupOwners:
     """Both are on node a."""
     plan = SimpleNamespace(num_optimizers=2)
-    placement = SimpleNamespace(plan=plan, nodes_without_optimizer=lambda nodes: hosts_without_owner(nodes, "a"))
-    made = GroupOwners("r", config, placement, max_failures=3)  # type: ignore[arg-type]
+    places = SimpleNamespace(plan=plan, nodes_without_optimizer=lambda nodes: hosts_without_owner(nodes, "a"))
+    made = GroupOwners(RunConfig(name="r"), config, places)  # type: ignore[arg-type]
     made._group, made._hold = before, made._new_hold()
     return made
 
@@ -92,7 +92,7 @@ def test_the_first_group_gets_other_owners_only_if_its_ranks_need_doors(
     told: list[tuple[str, Any]] = []
     changed: list[Any] = []
     made = owners(ZeroConfig(transport=transport), None)
-    answer_into(told, made, RunActors("r", made._placement, None))  # type: ignore[arg-type]
+    answer_into(told, made, RunActors("r", made._places, None))  # type: ignore[arg-type]
     monkeypatch.setattr(made, "_change_owners", lambda group, nodes: changed.append(nodes))
     made._open(group("a", "first", nodes))
     assert changed == ([] if doors is None else [doors])
@@ -109,7 +109,7 @@ def test_a_group_whose_door_does_not_start_hears_why_and_the_next_one_is_given_o
     told: list[tuple[str, Any]] = []
     changed: list[Any] = []
     made = owners(ZeroConfig(), None)
-    answer_into(told, made, RunActors("r", made._placement, None))  # type: ignore[arg-type]
+    answer_into(told, made, RunActors("r", made._places, None))  # type: ignore[arg-type]
 
     def change(group: WorkerGroup, nodes: Sequence[str]) -> None:
         changed.append(nodes)
@@ -128,7 +128,7 @@ def test_a_group_whose_ranks_need_more_files_than_an_optimizer_may_open_is_refus
     told: list[tuple[str, Any]] = []
     made = owners(ZeroConfig(transport="grpc"), None)
     limit = files_of_owner(100, 2, 0, ranks_here=100)  # they may all be on its host
-    actors = RunActors("r", made._placement, None)  # type: ignore[arg-type]
+    actors = RunActors("r", made._places, None)  # type: ignore[arg-type]
     actors.members = {
         f"optimizer {i}": Member(who=f"optimizer {i}", pid=1, node=f"{i}", host="h", open_files=limit) for i in range(2)
     }

@@ -301,7 +301,7 @@ def test_where_ray_is_gone_the_end_of_a_run_ends_its_processes_and_removes_what_
 ) -> None:
     """Until then the driver's janitor holds it for their successors."""
     monkeypatch.setattr(run_actors, "ray_answers", lambda: False)
-    actors = RunActors("r", SimpleNamespace(plan=None), None)  # type: ignore[arg-type]
+    actors = RunActors("r", SimpleNamespace(close=lambda: None), None)  # type: ignore[arg-type]
     killed, hold = leave(tmp_path, "one"), Hold(tmp_path, "one")
     with subprocess.Popen(["sleep", "600"]) as process:
         try:

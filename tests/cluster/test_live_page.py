@@ -128,7 +128,9 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     ]
     hosts = {f"{role} {index}": "192.0.2.7" for role in ("rank", "optimizer") for index in (0, 1)}
     targets = [process.target for process in processes]
-    known = Known(run=f"demo {EVIL}", state="running", started_at=now - 95, hosts=hosts, targets=targets, events=events)
+    known = Known(
+        run=f"demo {EVIL}", state=RunState.RUNNING, started_at=now - 95, hosts=hosts, targets=targets, events=events
+    )
     page = LivePage(tmp_path, lambda: known, Viewer())
     exporter = Exporter(MemoryRecorder(), Role.COORDINATOR, host=HOST, pages=page.pages)
     yield Served(page, exporter, processes, tmp_path, events)
@@ -149,7 +151,7 @@ def test_what_opens_the_exporters_is_renewed_with_the_runs_certificates(tmp_path
     run, former = MetricsAccess("demo", None), MetricsAccess("demo", None)
     exporter = Exporter(MemoryRecorder(), Role.OPTIMIZER, host=HOST, protection=run.own)
     owner = Target(address=exporter.address, run="demo", role=Role.OPTIMIZER, node=HOST, index=0, scheme="https")
-    known = Known(run="demo", state="running", started_at=0.0, hosts={}, targets=[owner])
+    known = Known(run="demo", state=RunState.RUNNING, started_at=0.0, hosts={}, targets=[owner])
     page = LivePage(tmp_path, lambda: known, former.viewer)
 
     def trouble() -> list[str]:
@@ -315,7 +317,7 @@ def test_the_coordinator_tells_what_happened(tmp_path: Path) -> None:
         await coordinator.move(RunState.FAILED)
 
     asyncio.run(live())
-    known = coordinator._known()
+    known = coordinator._known
     assert (known.state, known.hosts) == ("failed", {"rank 0": "192.0.2.1"})
     assert [(event.text, event.bad) for event in known.events] == [
         ("the run is running", False),

@@ -13,8 +13,7 @@ from rayzero.cluster.nodes import numa
 from rayzero.cluster.nodes.numa import bind, choose_cpus, cpus_near_gpu, numa_nodes, parse_cpus
 from rayzero.cluster.nodes.places import (
     OwnerPlace,
-    OwnerPlaces,
-    Reservation,
+    Places,
     check_memory,
     check_nodes,
     choose,
@@ -57,7 +56,7 @@ def test_nodes_with_ranks_alone_are_found_where_all_is_reserved(monkeypatch: pyt
     at = [{0: "a"}, {0: "a"}, {0: "b"}, {0: "c"}, {0: "c", 1: "c"}]
     table = {str(group): {"bundles_to_node_id": bundles} for group, bundles in enumerate(at)}
     monkeypatch.setattr("rayzero.cluster.nodes.places.placement_group_table", lambda: table)
-    placed = Reservation(plan=plan, groups=tuple(groups))
+    placed = Places(plan, groups)
     assert placed.nodes_without_optimizer(placed.rank_nodes()) == ["a", "b"]
     assert placed.nodes_without_optimizer(["d", "c", "d", "a"]) == ["d", "a"]
 
@@ -70,7 +69,7 @@ def test_the_place_of_an_optimizer_without_shards_is_beside_ranks_and_reserves_n
     monkeypatch.setattr("rayzero.cluster.nodes.places.remove_placement_group", removed.append)
     nodes = ["a" * 56, "b" * 56]
     plan = plan_resources(ScalingConfig(num_workers=1, num_optimizers=1), [Node(cpus=2)])
-    places = OwnerPlaces(Reservation(plan=plan, groups=("group",)))
+    places = Places(plan, ["group"])
     assert places.add_doors(nodes, None, "here") == Ownership(3, doors=2)
     for door, node in enumerate(nodes, 1):
         options = places.options(door)
@@ -88,7 +87,7 @@ TWO_DOORS = Ownership(3, doors=2)
 )
 def test_a_run_that_goes_on_from_memory_has_as_many_doors_as_before(before: Ownership, nodes: str, at: str) -> None:
     plan = plan_resources(ScalingConfig(num_workers=1, num_optimizers=1), [Node(cpus=2)])
-    places = OwnerPlaces(Reservation(plan=plan, groups=("group",)))
+    places = Places(plan, ["group"])
     assert places.add_doors([node * 56 for node in nodes], before, "d" * 56) == before
     found = [places.options(door)["scheduling_strategy"].node_id for door in before.door_numbers]
     assert found == [node * 56 for node in at]

@@ -58,7 +58,7 @@ def _method(answer: Callable[[Any], Any]) -> Any:
 def run_on(ranks: Sequence[str], owners: Sequence[str], *, without: Sequence[str] = ()) -> RunActors:
     """A run whose driver is on the node "head". Nodes by rank and by owner; ``without``: those that do not see the
     folder. A node "b/2" is another one at the address of "b"."""
-    actors = RunActors("demo", placement=None, certificates=None)  # type: ignore[arg-type]
+    actors = RunActors("demo", places=None, certificates=None)  # type: ignore[arg-type]
     actors.driver_node = "head"
     nodes = {rank_name(i): node for i, node in enumerate(ranks)} | {optimizer_name(i): n for i, n in enumerate(owners)}
     actors.members = {

@@ -14,7 +14,7 @@ import pytest
 import ray
 
 from rayzero.cluster import driver as driver_module
-from rayzero.cluster.driver import PhaseLines, ZeroTrainer
+from rayzero.cluster.driver import ZeroTrainer, phase_lines
 from rayzero.cluster.files.run_record import RECORD, read_record, run_status
 from rayzero.cluster.files.tracing import trace_run
 from rayzero.cluster.processes.rank_worker import PackedLoop, pack_loop, unpack_loop
@@ -87,7 +87,7 @@ def test_a_run_that_is_refused_leaves_the_record_that_was_there(fit, tmp_path: P
 def test_phases_are_lines_on_stderr_with_the_seconds_since_the_start(fit, capsys, monkeypatch) -> None:
     now = iter((100.0, 100.0, 112.34))
     monkeypatch.setattr("rayzero.cluster.driver.monotonic", lambda: next(now))
-    phases = PhaseLines()
+    phases = phase_lines()
     phases("starting Ray on this machine")
     phases("starting 2 ranks")
     assert capsys.readouterr().err == "  0.0 s  starting Ray on this machine\n 12.3 s  starting 2 ranks\n"

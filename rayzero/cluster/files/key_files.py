@@ -8,13 +8,13 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rayzero.errors import ConfigError
-from rayzero.files import to_json
-from rayzero.records import load_record
+from rayzero.records import load_record, record_text
+from rayzero.security.credentials import Credentials
 from rayzero.telemetry.scrape import Viewer
 
 FOLLOWER_FILE, VIEWER_FILE = ".follower.json", ".metrics-viewer.json"
@@ -31,10 +31,7 @@ class FollowerKey:
     """What followers show to a run's owners."""
 
     token: str = field(repr=False)
-    certificate: str | None = None  # PEM, as the others; None: connections are plain
-    key: str | None = field(default=None, repr=False)
-    authority: str | None = None
-    on_loopback: bool = False  # whether connections within a host are protected too
+    tls: Credentials | None = None  # None: connections are plain
 
 
 def read_follower(run_dir: Path) -> FollowerKey | None:
@@ -55,7 +52,7 @@ def write_key(run_dir: Path, name: str, key: Any) -> None:
         new.unlink(missing_ok=True)  # of a run that was killed; its mode may be another
         handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         with open(handle, "w") as file:
-            file.write(to_json(asdict(key)))
+            file.write(record_text(key))
         new.replace(path)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}; choose another run.storage_path") from error

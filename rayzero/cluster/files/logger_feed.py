@@ -65,7 +65,6 @@ class LoggerJob:
     logger: LoggerName
     run: str  # its name
     run_dir: str
-    folder: str  # for the bookmark
     settings: Mapping[str, Any]
 
 
@@ -124,9 +123,7 @@ class Loggers:
                 start_new_session=True,  # Ctrl-C is the driver's: it says how the run ends
                 env=with_own_path(),
             )
-        request = LoggerJob(
-            logger=name, run=self._run, run_dir=str(self._run_dir), folder=str(folder), settings=self._settings
-        )
+        request = LoggerJob(logger=name, run=self._run, run_dir=str(self._run_dir), settings=self._settings)
         child = _Child(name, process, ours, LoggerState(logger=name))
         _say(child, asdict(request))
         child.listener = threading.Thread(target=self._listen, args=(child,), name=f"rayzero-{name}", daemon=True)
@@ -424,7 +421,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     driver = Driver(socket.socket(fileno=int(sys.argv[1])), os.getppid())
     request = driver.request()
-    folder = Path(request.folder)
+    folder = Path(request.run_dir) / FOLDER
     lock = _locked(folder / f"{request.logger}.lock")
     opened = _opened(driver, request, FeedState.read(folder / f"{request.logger}.json"))
     if opened is not None:

@@ -32,42 +32,6 @@ _PROCESS_BYTES = 100 << 20  # of an optimizer actor that owns nothing: what it d
 _FREE_S = 1  # how long Ray may take to reserve CPUs that are free
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reservation:
-    """Reserved places, and the actor options that use them."""
-
-    plan: ResourcePlan
-    groups: tuple[Any, ...]  # Ray placement groups, one for each of the plan's
-
-    def worker_options(self, rank: int) -> dict[str, Any]:
-        """Ray actor options of a rank worker: bundle 0 of its group."""
-        return _in_bundle(self.plan.worker, self.groups[rank])
-
-    def optimizer_options(self, owner: int) -> dict[str, Any]:
-        group, bundle = self.plan.place_of_optimizer(owner)
-        return _in_bundle(self.plan.optimizer, self.groups[group], bundle)
-
-    def spare_options(self, owner: int) -> dict[str, Any]:
-        """Ray actor options of a process that waits at the place of an optimizer actor: it reserves nothing, and later
-        uses what a dead one leaves."""
-        return _beside(self.optimizer_options(owner))
-
-    def nodes(self) -> dict[tuple[int, int], str]:
-        table = placement_group_table()
-        bundles = {index: table[group.id.hex()]["bundles_to_node_id"] for index, group in enumerate(self.groups)}
-        return {(group, bundle): node for group, found in bundles.items() for bundle, node in found.items()}
-
-    def rank_nodes(self) -> list[str]:
-        at = self.nodes()
-        return [at[rank, 0] for rank in range(self.plan.num_workers)]
-
-    def nodes_without_optimizer(self, rank_nodes: Sequence[str]) -> list[str]:
-        """The nodes (ids) with ranks and without an optimizer actor. ``rank_nodes``: of each rank."""
-        at, plan = self.nodes(), self.plan
-        owners = [at[plan.place_of_optimizer(owner)] for owner in range(plan.num_optimizers)]
-        return hosts_without_owner(rank_nodes, owners)
-
-
 def _in_bundle(share: Share, group: Any, bundle: int = 0) -> dict[str, Any]:
     """Ray actor options of a process that uses what a placement group has reserved."""
     strategy = PlacementGroupSchedulingStrategy(
@@ -83,7 +47,7 @@ def _beside(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def placed(plan: ResourcePlan, *, timeout_s: float) -> Iterator[Reservation]:
+def placed(plan: ResourcePlan, *, timeout_s: float) -> Iterator[Places]:
     """Reserve the resources of the plan for the length of the block; also releases them if they cannot all be had.
 
     Raises ConfigError, naming what is missing: at once on a cluster that this process started; after ``timeout_s`` on
@@ -96,7 +60,7 @@ def placed(plan: ResourcePlan, *, timeout_s: float) -> Iterator[Reservation]:
         for group in plan.groups:
             groups.append(_reserve(group))
         _wait_placed(plan, groups, timeout_s)
-        yield Reservation(plan=plan, groups=tuple(groups))
+        yield Places(plan, groups)
     finally:
         for reserved in groups if ray_answers() else ():  # a Ray that is gone has none, and the call would wait for it
             remove_placement_group(reserved)
@@ -201,50 +165,77 @@ def door_place(node: str) -> OwnerPlace:
     return OwnerPlace({"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": on_node})
 
 
-class OwnerPlaces:
-    """The place of each optimizer actor of a run, also of those that join later.
+class Places:
+    """The places of a run's processes: those that were reserved when it began, and those of optimizer actors that are
+    there without shards, or join later.
 
     Knows placement groups; not actors."""
 
-    def __init__(self, placement: Reservation) -> None:
-        """``placement``: what was reserved when the run began."""
-        self._placement = placement
-        # by owner: not where it was when the run began. freed by: free(), close()
+    def __init__(self, plan: ResourcePlan, groups: Sequence[Any]) -> None:
+        """``groups``: Ray placement groups, one for each of the plan's."""
+        self.plan, self._groups = plan, groups
+        # by owner: not where the plan has it. freed by: free(), close()
         self._taken: dict[int, OwnerPlace] = {}
+
+    def worker_options(self, rank: int) -> dict[str, Any]:
+        """Ray actor options of a rank worker: bundle 0 of its group."""
+        return _in_bundle(self.plan.worker, self._groups[rank])
+
+    def options(self, owner: int) -> dict[str, Any]:
+        """Ray actor options of an optimizer actor."""
+        place = self._taken.get(owner)
+        return self._reserved(owner) if place is None else place.options
+
+    def _reserved(self, owner: int) -> dict[str, Any]:
+        group, bundle = self.plan.place_of_optimizer(owner)
+        return _in_bundle(self.plan.optimizer, self._groups[group], bundle)
+
+    def spare_options(self, owner: int) -> dict[str, Any]:
+        """Ray actor options of a process that waits at the place of an optimizer actor: it reserves nothing, and later
+        uses what a dead one leaves."""
+        return _beside(self._reserved(owner))
+
+    def _nodes(self) -> dict[tuple[int, int], str]:
+        table = placement_group_table()
+        bundles = {index: table[group.id.hex()]["bundles_to_node_id"] for index, group in enumerate(self._groups)}
+        return {(group, bundle): node for group, found in bundles.items() for bundle, node in found.items()}
+
+    def rank_nodes(self) -> list[str]:
+        at = self._nodes()
+        return [at[rank, 0] for rank in range(self.plan.num_workers)]
+
+    def nodes_without_optimizer(self, rank_nodes: Sequence[str]) -> list[str]:
+        """The nodes (ids) with ranks and without an optimizer actor. ``rank_nodes``: of each rank."""
+        at, plan = self._nodes(), self.plan
+        owners = [at[plan.place_of_optimizer(owner)] for owner in range(plan.num_optimizers)]
+        return hosts_without_owner(rank_nodes, owners)
 
     def find(self, owner: int, node: str, there: Mapping[int, str], coming: Mapping[str, OwnerPlace]) -> OwnerPlace:
         """A place on ``node`` for an owner that joins; Ray may take its time to reserve it. ``there``: the node of each
         owner that there is. ``coming``: by node, the place of another one that joins."""
-        is_free = owner not in there or owner in self._taken
-        if is_free and owner < self._placement.plan.num_optimizers and self._reserved_node(owner) == node:
-            return OwnerPlace(self._placement.optimizer_options(owner))
-        share = self._placement.plan.optimizer
+        is_free = owner < self.plan.num_optimizers and (owner not in there or owner in self._taken)
+        if is_free and self._nodes().get(self.plan.place_of_optimizer(owner)) == node:
+            return OwnerPlace(self._reserved(owner))
+        share = self.plan.optimizer
         group = placement_group([_bundle(share)], bundle_label_selector=[{_NODE_LABEL: node}])
         beside = next((self.options(other) for other, at in there.items() if at == node), None)
         if beside is None and node in coming:
             beside = coming[node].options
-        if self._placement.plan.cpus_are_set or beside is None or group.wait(_FREE_S):
+        if self.plan.cpus_are_set or beside is None or group.wait(_FREE_S):
             return OwnerPlace(_in_bundle(share, group), group)
         remove_placement_group(group)
         return OwnerPlace(_beside(beside))
-
-    def _reserved_node(self, owner: int) -> str | None:
-        return self._placement.nodes().get(self._placement.plan.place_of_optimizer(owner))
 
     def add_doors(self, nodes: Sequence[str], goes_on: Ownership | None, here: str) -> Ownership:
         """As the run begins: optimizer actors without shards are on these nodes (ids), numbered behind the others.
         Returns who owns what. ``goes_on``: who owned what in the run that this one continues from memory, all of which
         is on the host of the node ``here``: there are as many doors as before; None: the run continues no other."""
-        first = self._placement.plan.num_optimizers
+        first = self.plan.num_optimizers
         ownership = goes_on or Ownership(first + len(nodes), doors=len(nodes))
         doors = len(ownership.door_numbers)
         at = [*nodes, *[here] * doors][:doors]
         self._taken |= {first + i: door_place(node) for i, node in enumerate(at)}
         return ownership
-
-    def options(self, owner: int) -> dict[str, Any]:
-        place = self._taken.get(owner)
-        return self._placement.optimizer_options(owner) if place is None else place.options
 
     def take(self, owner: int, place: OwnerPlace | None) -> OwnerPlace | None:
         """An owner is at ``place`` now; None: there is no such owner any more. Returns where it was before, if that was
@@ -264,7 +255,7 @@ class OwnerPlaces:
 
     @property
     def needs(self) -> str:
-        share = self._placement.plan.optimizer
+        share = self.plan.optimizer
         return count(share.cpus, "CPU") + (f" and {format_bytes(share.memory)} of memory" if share.memory else "")
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ import os
 import secrets
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from time import monotonic, time
 from typing import NamedTuple
@@ -157,17 +157,14 @@ class Coordinator:
         """``log``: where only this process writes reports; None if ranks report to another library. ``started_at``: of
         the run, seconds since 1970."""
         self._life = secrets.token_hex(4)
-        self._run, self._started_at, self._state = run, started_at, RunState.STARTING
-        self._hosts: Mapping[str, str] = {}  # of the members; replaced as a whole: the live page's thread reads it
+        self._known = Known(run=run, started_at=started_at)  # replaced as a whole: other threads read it
         self._heard, self._unread = HeardReports(), deque[Report](maxlen=REPORTS_KEPT)  # that the driver has not had
         self._checkpoints: set[str] = set()  # that were reported
         self._log = log
         self._heartbeats = Heartbeats()
         self._recorder = MemoryRecorder()
-        self._targets: tuple[Target, ...] = ()  # replaced as a whole: the exporter's thread reads it
         self._exporter: ProcessExporter | None = None
         self._live: LivePage | None = None
-        self._events: tuple[RunEvent, ...] = ()  # replaced as a whole: the live page's thread reads it
         self._passed_on: dict[int, tuple[int, int]] = {}  # rank -> step and number of its last report the driver has
         self._passing_on: dict[int, tuple[int, int]] = {}  # the same, of those on their way to the driver
         self._news = asyncio.Event()
@@ -185,10 +182,10 @@ class Coordinator:
         """Open this process's exporter, which also serves discovery and the live page. ``viewer``: opens the others'.
         Raises ConfigError where it has no port."""
         self._recorder.watch(self._heartbeats.readings)
-        page = Page("application/json", lambda: service_discovery(self._targets))
+        page = Page("application/json", lambda: service_discovery(self._known.targets))
         pages = {DISCOVERY_PATH: page}
         if self._log is not None:
-            self._live = LivePage(self._log.run_dir, self._known, viewer)
+            self._live = LivePage(self._log.run_dir, lambda: self._known, viewer)
             pages |= self._live.pages
         self._exporter = ProcessExporter(settings, self._recorder, pages=pages)
         return self._exporter.target
@@ -199,34 +196,24 @@ class Coordinator:
         if new.viewer is not None and self._live is not None:
             self._live.renew(new.viewer)
 
-    def _known(self) -> Known:
-        """Called in the live page's thread."""
-        return Known(
-            run=self._run,
-            state=str(self._state),
-            started_at=self._started_at,
-            hosts=self._hosts,
-            targets=self._targets,
-            events=self._events,
-        )
-
     def _happened(self, text: str, *, bad: bool = False) -> None:
-        self._events = (*self._events, RunEvent(time(), text, bad))[-EVENTS_KEPT:]
+        events = (*self._known.events, RunEvent(time(), text, bad))[-EVENTS_KEPT:]
+        self._known = replace(self._known, events=events)
 
     async def beat(self, who: str, update_seconds: float | None) -> None:
         self._heartbeats.beat(who, update_seconds)
 
     async def move(self, state: RunState) -> None:
-        self._state = state
+        self._known = replace(self._known, state=state)
         self._happened(f"the run is {state}", bad=state is RunState.FAILED)
         if state is RunState.RUNNING:
             self._ready.set()
 
     async def enlist(self, members: Sequence[Member], targets: Sequence[Target] = ()) -> None:
         """Set who takes part, and the exporters that discovery lists."""
-        self._hosts = {member.who: member.host for member in members}
-        self._heartbeats.enlist([member.who for member in members])
-        self._targets = tuple(targets)
+        hosts = {member.who: member.host for member in members}
+        self._heartbeats.enlist(list(hosts))
+        self._known = replace(self._known, hosts=hosts, targets=targets)
 
     async def resume(
         self,
@@ -240,7 +227,7 @@ class Coordinator:
         driver may have meant a life that died over it."""
         if self._log is not None:
             self._log.go_on()
-        self._state = RunState.RUNNING
+        self._known = replace(self._known, state=RunState.RUNNING)
         await self.enlist(members, targets)
         if exporter is not None and self._exporter is None:
             await self.open_exporter(exporter, viewer)

@@ -11,12 +11,13 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from rayzero.cluster.files.metrics_log import RowTail, Value, values_of
+from rayzero.cluster.run import RunState
 from rayzero.files import to_json
 from rayzero.telemetry.metric import Role
 from rayzero.telemetry.names import MEMORY_BYTES
@@ -58,9 +59,9 @@ class Known:
     """What the coordinator knows without asking anybody."""
 
     run: str
-    state: str
+    state: RunState = RunState.STARTING
     started_at: float  # seconds since 1970
-    hosts: Mapping[str, str]  # process -> its host
+    hosts: Mapping[str, str] = field(default_factory=dict)  # process -> its host
     targets: Sequence[Target] = ()  # the exporters
     events: Sequence[RunEvent] = ()  # oldest first
 
