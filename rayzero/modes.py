@@ -27,7 +27,7 @@ _dispatch_modes: Callable[[], int] = _C._len_torch_dispatch_stack
 _function_modes: Callable[[], int] = _C._len_torch_function_stack
 
 NO_CAPTURE = (
-    "a prepared model cannot be captured whole (torch.export, torch.jit.trace, make_fx, fullgraph=True), because its "
+    "a prepared model cannot be captured whole (torch.export, torch.jit, make_fx, fullgraph=True), because its "
     "parameters come and go in hooks outside of graphs: build the model anew, load rayzero.full_state_dict(model) into "
     "it, and capture that one"
 )

@@ -234,9 +234,10 @@ class Manifest:
             raise CheckpointError(
                 f"{where} is not a RayZero manifest: its format is {reprlib.repr(described.get('format'))}"
             )
-        if described.get("version") != VERSION:
+        if (version := described.get("version")) != VERSION:
+            by = "was written by a newer RayZero: it " if isinstance(version, int) and version > VERSION else ""
             raise CheckpointError(
-                f"{where} has format version {reprlib.repr(described.get('version'))}, this RayZero reads version "
+                f"{where} {by}has format version {reprlib.repr(version)}, this RayZero reads version "
                 f"{VERSION}; use the RayZero that wrote it"
             )
         try:

@@ -210,6 +210,8 @@ class CheckpointReader:
 def _read_manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST
     try:
+        if directory.is_file():
+            raise CheckpointError(f"{directory} is a file; give a checkpoint's folder, which has a {MANIFEST}")
         if not directory.is_dir():
             beside = [found.name for found in checkpoint_folders(directory.parent)]
             there = f"checkpoints in {directory.parent}: {', '.join(beside)}" if beside else "there is no such folder"

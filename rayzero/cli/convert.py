@@ -44,9 +44,11 @@ def convert(
 ) -> None:
     """Convert a checkpoint, parameter by parameter, with its optimizer states where both formats have them."""
     from rayzero.convert.conversion import convert as convert_checkpoint
+    from rayzero.convert.conversion import require_target
     from rayzero.convert.remote_checkpoints import is_url
     from rayzero.layout.model_layout import dtype_from_name
 
+    require_target(to)  # before the source is looked at, which may have warnings of its own
     act = partial(
         convert_checkpoint,
         dest=dest,
@@ -67,7 +69,9 @@ def _with_newest(source: Path, act: Callable[[Path], _T]) -> _T:
 
     while True:
         catalog = checkpoints_of(source).catalog()
-        checkpoint = catalog.newest() or next(iter(catalog.damaged), source)  # a reader says what is damaged
+        # a reader says what is wrong with the only one
+        checkpoint = catalog.newest() if catalog.sound else next(iter(catalog.damaged), source)
+        assert checkpoint is not None
         try:
             return act(checkpoint)
         except CheckpointError:

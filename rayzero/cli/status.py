@@ -56,6 +56,8 @@ def find_run(name: str | None) -> Path:
     for path in (Path(name), RUNS / name):
         if path.is_dir():
             return path
+    if Path(name).is_file():
+        raise ConfigError(f"no such run: {name!r} is a file; give the run's folder, which has a run.json")
     raise ConfigError(f"no such run: {name!r} is neither a folder nor a run in {RUNS.absolute()}")
 
 

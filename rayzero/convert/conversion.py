@@ -82,8 +82,7 @@ def convert(
     ``dest`` exists or cannot be written, and UnsupportedError for what is refused by name. Until everything is durable,
     nothing exists under the name ``dest``."""
     dest = Path(dest)
-    if to not in TARGETS:
-        raise ConfigError(f"cannot write {to!r}; choose one of {', '.join(TARGETS)}")
+    require_target(to)
     if to == Format.RAYZERO and dtype is not None:
         raise ConfigError("a RayZero checkpoint holds fp32 masters; leave dtype out")
     if max_bytes < 1:
@@ -114,6 +113,12 @@ def convert(
         states=to == Format.RAYZERO or (to == Format.DCP and named.reader.content.has_states),
         names=named.says,
     )
+
+
+def require_target(to: str) -> None:
+    """Raise ConfigError unless ``to`` is a format that ``convert`` writes."""
+    if to not in TARGETS:
+        raise ConfigError(f"cannot write {to!r}; choose one of {', '.join(TARGETS)}")
 
 
 def _named(source: Reader, config: Path | None, to: str) -> Named:

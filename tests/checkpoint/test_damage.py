@@ -92,7 +92,11 @@ FOUND_AT_ONCE: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "entries": (changed(lambda d: d.update(step=31)), "its content digest is"),
     "no field": (changed(lambda d: d.pop("hyper")), "lacks or misstates a field: hyper is missing"),
-    "version": (changed(lambda d: d.update(version=99)), "format version 99, this RayZero reads version 2"),
+    "version": (changed(lambda d: d.update(version=1)), "json has format version 1, this RayZero reads version 2"),
+    "newer version": (
+        changed(lambda d: d.update(version=99)),
+        "json was written by a newer RayZero: it has format version 99, this RayZero reads version 2",
+    ),
 }
 
 

@@ -159,6 +159,8 @@ def trained(trained_once: Path, tmp_path: Path) -> Path:
         (["data=" + "x" * 300], "data: cannot read"),
         (["--resume"], "no runs in"),
         (["--resume", "--run-dir", "runs/x"], "nothing to resume"),
+        (["--resume", "--run-dir", "text.txt"], "text.txt is not a folder"),
+        (["run.resume=text.txt"], "text.txt is a file; give a checkpoint's folder, which has a manifest.json"),
         (["run.resume=nowhere/step-000001"], "no checkpoint at"),
     ],
 )
@@ -315,6 +317,28 @@ def test_convert_writes_a_folder_and_refuses_what_is_there(trained):
     assert not (trained / "x").exists()
 
 
+@pytest.mark.parametrize("broken", ["run.json", "checkpoints/step-000002/manifest.json"])
+def test_convert_refuses_in_one_line_whatever_else_is_damaged(trained, broken):
+    (trained / "runs" / "r" / broken).write_text("{")
+    assert "choose one of hf, dcp, rayzero" in refused("convert", "runs/r", "x", "--to", "onnx", cwd=trained)
+    if "manifest" in broken:
+        assert "manifest.json is not JSON" in refused("convert", "runs/r", "x", cwd=trained)
+
+
+@pytest.mark.parametrize("arguments", [["status"], ["top"], ["trace"], ["scale", "--optimizers", "2"]])
+def test_a_file_in_place_of_a_run_is_called_one(tmp_path, arguments):
+    (tmp_path / "run.json").write_text("{}")
+    assert "'run.json' is a file; give the run's folder" in refused(*arguments, "run.json", cwd=tmp_path)
+
+
+def test_a_file_in_place_of_a_checkpoint_is_called_one(tmp_path):
+    (tmp_path / "text.txt").write_text("to be or not to be")
+    assert "text.txt is a file; give a checkpoint's folder" in refused("export", "text.txt", "x", cwd=tmp_path)
+    said = refused("convert", "text.txt", "x", cwd=tmp_path)
+    assert "text.txt cannot be read as safetensors" in said
+    assert "give a safetensors file, or a checkpoint's folder" in said
+
+
 @pytest.mark.parametrize("command", ["status", "top"])
 def test_a_run_that_is_not_there_is_named(tmp_path, command):
     assert "no runs in" in refused(command, cwd=tmp_path)
@@ -380,6 +404,10 @@ def test_status_names_a_broken_record_and_no_broken_checkpoint(trained):
     (run / "run.json").write_text("{}")
     assert "run.json is not a run's record" in refused("status", "r", cwd=trained)
     assert "run.json is not a run's record" in refused("status", cwd=trained)
+    (run / "run.json").write_text(json.dumps(FINISHED | {"state": "asleep", "rayzero": "99.1"}))
+    newer = refused("status", "r", cwd=trained)
+    assert "run.json is not a run's record of this RayZero, 0.1.0: state is 'asleep' but " in newer
+    assert "; use RayZero 99.1, which wrote it" in newer
     (run / "run.json").write_text(json.dumps(FINISHED))
     whole = json.loads(rayzero("status", "r", "--json", cwd=trained).out)
     assert whole["checkpoint"].endswith("step-000002")

@@ -15,7 +15,7 @@ import rayzero
 from rayzero import ZeroConfig
 from rayzero.engine.context import RankContext
 
-from .models import Net, fit, same_bits, seeded, tight
+from .models import Net, fit, prepared_copy, same_bits, seeded, tight, tokens
 
 # Dynamo reads .grad of non-leaf tensors, which warns.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -56,6 +56,40 @@ def test_compiled_models_train_as_eager_ones(
         graphs.append(counters["stats"]["unique_graphs"])
     assert same_bits(rayzero.full_state_dict(model), plain.state_dict())
     assert 0 < graphs[0] == graphs[-1]
+
+
+def test_the_compiled_end_of_an_iteration_is_an_eager_one(alone: RankContext) -> None:
+    """The optimizer's calls are outside of the graphs: the compiler read .grad of gradients that had left."""
+    done = []
+    for compiled in (False, True):
+        model, optimizer = prepared_copy(seeded(Net), torch.optim.AdamW, lr=0.1)
+
+        def end(optimizer: rayzero.ZeroOptimizer = optimizer) -> None:
+            optimizer.clip_grad_value_(1e-3)
+            optimizer.clip_grad_norm_(1e-2)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        act = torch.compile(end, backend="eager") if compiled else end
+        for step in range(3):
+            model(tokens(step)[0]).square().mean().backward()
+            act()
+        done.append((rayzero.full_state_dict(model), optimizer.state_dict()["state"][0]))
+    (eager, state), (compiled_one, its_state) = done
+    assert same_bits(eager, compiled_one)
+    assert same_bits(state, its_state)
+
+
+@pytest.mark.parametrize("call", ["step", "zero_grad", "state_dict"])
+def test_a_call_of_the_optimizer_may_be_compiled_alone(call: str, alone: RankContext) -> None:
+    model, optimizer = prepared_copy(seeded(Net), torch.optim.AdamW, lr=0.1)
+    compiled = torch.compile(getattr(optimizer, call), backend="eager")
+    for step in range(2):
+        model(tokens(step)[0]).square().mean().backward()
+        compiled()
+        optimizer.zero_grad()
+    assert optimizer.engine.version == (2 if call == "step" else 0)
+    assert counters["stats"]["unique_graphs"] == 0
 
 
 def test_the_first_call_of_a_model_may_be_compiled() -> None:

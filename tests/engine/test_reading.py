@@ -141,12 +141,14 @@ def _in_ddp(model: nn.Module) -> None:
     nn.parallel.DistributedDataParallel(nn.Sequential(model))(tokens(0)[0])
 
 
-CAPTURED = r"captured whole \(torch\.export, torch\.jit\.trace, .*full_state_dict"
+CAPTURED = r"captured whole \(torch\.export, torch\.jit, .*full_state_dict"
 USES: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "DistributedDataParallel": (_in_ddp, "DistributedDataParallel around a prepared model"),
     "export": (lambda m: torch.export.export(m, (tokens(0)[0],)), CAPTURED),
     "strict export": (lambda m: torch.export.export(m, (tokens(0)[0],), strict=True), CAPTURED),
     "jit.trace": (lambda m: torch.jit.trace(m, (tokens(0)[0],)), CAPTURED),
+    "jit.script": (torch.jit.script, CAPTURED),
+    "jit.script of a part": (lambda m: torch.jit.script(m.layers[0]), CAPTURED),
     "make_fx": (lambda m: make_fx(m)(tokens(0)[0]), CAPTURED),
     "new Parameter": (lambda m: nn.Parameter(m.norm.weight), r"nn\.Parameter of .*param\.detach\(\)\.clone"),
     "weight_norm": (lambda m: parametrizations.weight_norm(m.layers[0].up), r"nn\.Parameter of .*parametrize"),

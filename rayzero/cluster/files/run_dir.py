@@ -293,6 +293,7 @@ def find_start(config: RunConfig, successor: Successor | None = None, *, setting
     """What :meth:`RunDirectory.open` would start from now. Raises the same errors; creates nothing and keeps no
     lock."""
     path = config.path.absolute()
+    _require_place(path, setting)
     checkpoints = checkpoints_of(path)
     lock = _lock_run(path, checkpoints)
     with nullcontext() if lock is None else closing(lock):

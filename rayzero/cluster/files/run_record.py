@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 from pydantic import ConfigDict, Field
 
+from rayzero import __version__
 from rayzero.cluster.continuation import States
 from rayzero.cluster.run import OPEN_STATES, LoggerState, Member, Recovery, Rescaled, RunState
 from rayzero.errors import ConfigError
+from rayzero.files import parse_json, read_text
 from rayzero.records import JsonRecord, load_record
 from rayzero.slabs.sweep import held_in
 from rayzero.store.shm.signals import host_identity
@@ -51,6 +54,7 @@ class RunRecord(JsonRecord):
 
     model_config = ConfigDict(extra="allow")  # entries of a later RayZero are passed on
 
+    rayzero: str = __version__  # that wrote it
     run: str
     state: RunState
     error: str | None = None
@@ -81,11 +85,22 @@ def read_record(path: Path) -> dict[str, Any] | None:
     run's record."""
     what, instead = "a run's record", "restore it from a copy, or move the folder away"
     try:
+        if (wrote := _writer(path / RECORD)) != __version__:
+            what, instead = f"{what} of this RayZero, {__version__}", f"use RayZero {wrote}, which wrote it"
         return load_record(path / RECORD, RunRecord, what, instead, at_most=_MOST).model_dump()
     except (FileNotFoundError, NotADirectoryError):  # there is no run, whatever else is there
         return None
     except OSError as error:
         raise ConfigError(f"cannot read {path / RECORD}: {error}") from error
+
+
+def _writer(record: Path) -> str:
+    """The version of the RayZero that wrote a record, if it says so; else this one. Raises OSError."""
+    with suppress(ValueError, AttributeError):
+        wrote = parse_json(read_text(record, at_most=_MOST)).get("rayzero")
+        if isinstance(wrote, str) and wrote.isprintable():
+            return wrote[:40]
+    return __version__
 
 
 # ---- the state of a run, for commands ---------------------------------------------------------------------------

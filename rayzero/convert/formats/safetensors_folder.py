@@ -66,7 +66,10 @@ class SafetensorsReader(Reader):
                 found[name] = WeightDecl(shape_in_torch(part.get_shape(), DTYPES.get(dtype)), dtype)
                 self._files[name] = file
         except (SafetensorError, OSError, RuntimeError, ValueError) as exc:  # RuntimeError: torch cannot map the file
-            raise CheckpointError(f"{path} cannot be read as safetensors: {_one_line(exc)}") from exc
+            raise CheckpointError(
+                f"{path} cannot be read as safetensors: {_one_line(exc)}; give a safetensors file, or a checkpoint's "
+                "folder"
+            ) from exc
         return found
 
     def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:

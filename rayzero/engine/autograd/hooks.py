@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from rayzero.engine.units.param_unit import ParamUnit
-from rayzero.modes import outside_graphs, outside_modes
+from rayzero.errors import UnsupportedError
+from rayzero.modes import NO_CAPTURE, outside_graphs, outside_modes
 
 
 class PassEvents(Protocol):
@@ -43,11 +44,19 @@ def _inert_hook() -> Callable[..., None]:
     return inert
 
 
+class _NamelessError(UnsupportedError, AttributeError):
+    """A hook was asked for its name, as only torch.jit.script does; anything that can do without goes on."""
+
+
 class ModuleHook:
     """Base of our hooks: acts on its own module only, copies and pickles as :func:`inert`."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+
+    @property
+    def __name__(self) -> str:
+        raise _NamelessError(NO_CAPTURE)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return inert

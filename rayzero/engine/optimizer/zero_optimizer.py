@@ -33,6 +33,7 @@ from rayzero.kernels.optimizer_class import (
     path_of,
 )
 from rayzero.kernels.optimizer_states import StateForms
+from rayzero.modes import outside_graphs
 from rayzero.protocol.messages import CLASS, Decision, Hyper, classes_of
 
 _SCHEDULED = {"lr", "momentum", "betas"}  # options that torch's schedulers write
@@ -179,6 +180,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         classes = " and ".join(dict.fromkeys(type(part).__name__ for part in self._parts))
         return f"ZeroOptimizer of {classes} at step {self.engine.step_state.step}"
 
+    @outside_graphs
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make the owners apply the step; returns once the finish is sent (``overlap="forward"``; see ``ZeroConfig``).
 
@@ -218,6 +220,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._entries = GroupEntries(self.make, self.hyper())
         self._entries.step(self.param_groups)
 
+    @outside_graphs
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of this step. After clip_grad_norm_ either every rank does so or none.
 
@@ -230,6 +233,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         params = [param for group in plain.param_groups for param in group["params"]]
         self.engine.zero_grad(params, set_to_none=set_to_none)
 
+    @outside_graphs
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the step's global gradient norm to ``max_norm``; call it after the last backward of the step.
 
@@ -240,6 +244,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         norm = self.engine.clip_norm(_checked("max_norm", max_norm))
         return torch.tensor(norm, dtype=torch.float32, device=self.engine.device)
 
+    @outside_graphs
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamp every element of the step's averaged gradients to [-``clip_value``, ``clip_value``], as
         ``torch.nn.utils.clip_grad_value_`` does; call it after the last backward of the step.
@@ -305,6 +310,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     "requires_grad to False, and divide parameters among groups before prepare()"
                 )
 
+    @outside_graphs
     def state_dict(self) -> dict[str, Any]:
         """The state in torch's format, which a plain optimizer of the same class can load too: complete fp32 CPU
         tensors in the parameters' shapes.
@@ -316,6 +322,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         finally:
             self._read = None
 
+    @outside_graphs
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict()`` of this class, or of a plain torch optimizer of the same class, returned. Every
         rank calls it with equal values.
