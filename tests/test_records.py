@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from rayzero import __version__
 from rayzero.checkpoint.manifest import Manifest
 from rayzero.cluster.continuation import States
 from rayzero.cluster.files.key_files import VIEWER_FILE, read_viewer
@@ -70,6 +71,7 @@ def requested(folder: Path) -> object:
 
 MEMBER = Member(who="rank 0", pid=7, node="n", host="h")
 RUN = {
+    "rayzero": __version__,
     "run": "demo", "state": "running", "error": None, "started_at": 1.0, "ended_at": None,
     "driver": {"pid": 1, "host": "h"}, "ray_address": "h:1", "members": [asdict(MEMBER)],
     "spares": [asdict(MEMBER)], "addresses": ["h:2"],
