@@ -81,10 +81,10 @@ class Mapping:
     def reserve(cls, size: int, file_offset: int = 0) -> Mapping:
         """Reserve addresses without memory: reading one faults until ``place`` puts a file there. ``file_offset``:
         where the bytes begin in their file, in whole pages. [Note: huge pages] Raises OSError."""
-        huge, flags = huge_page(), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        huge, room, flags = huge_page(), whole_pages(size), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         if size < huge:
             return cls(_map(None, size, _PROT_NONE, flags, -1, 0), size)
-        first, room = _map(None, whole_pages(size) + huge, _PROT_NONE, flags, -1, 0), whole_pages(size)
+        first = _map(None, room + huge, _PROT_NONE, flags, -1, 0)
         address = first + (file_offset - first) % huge
         for at, rest in ((first, address - first), (address + room, first + huge - address)):
             if rest:

@@ -83,15 +83,19 @@ class RunRecord(JsonRecord):
 def read_record(path: Path) -> dict[str, Any] | None:
     """The entries of ``run.json`` in a run directory; None if there is none. Raises ConfigError if the file is not a
     run's record."""
-    what, instead = "a run's record", "restore it from a copy, or move the folder away"
+    record, what, instead = path / RECORD, "a run's record", "restore it from a copy, or move the folder away"
     try:
-        if (wrote := _writer(path / RECORD)) != __version__:
-            what, instead = f"{what} of this RayZero, {__version__}", f"use RayZero {wrote}, which wrote it"
-        return load_record(path / RECORD, RunRecord, what, instead, at_most=_MOST).model_dump()
+        try:
+            return load_record(record, RunRecord, what, instead, at_most=_MOST).model_dump()
+        except ConfigError:
+            if (wrote := _writer(record)) == __version__:
+                raise
+        what, instead = f"{what} of this RayZero, {__version__}", f"use RayZero {wrote}, which wrote it"
+        return load_record(record, RunRecord, what, instead, at_most=_MOST).model_dump()
     except (FileNotFoundError, NotADirectoryError):  # there is no run, whatever else is there
         return None
     except OSError as error:
-        raise ConfigError(f"cannot read {path / RECORD}: {error}") from error
+        raise ConfigError(f"cannot read {record}: {error}") from error
 
 
 def _writer(record: Path) -> str:

@@ -96,10 +96,10 @@ class PublishStreams:
         self._known: dict[int, Published] = {}  # by shard
         self._error: RayZeroError | None = None
         self._lock = threading.Lock()  # held while ``_versions`` or ``_totals`` changes
-        self._versions: dict[int, Published] = {}  # by shard, that were not told yet
-        self._totals: dict[int, int] = {}  # by shard, what is in its total that was not told yet
-        self._heard = False  # there is a listener, perhaps; what was published before it is told as it comes
-        self._anyone = True  # perhaps, somebody hears of totals
+        self._versions: dict[int, Published] = {}  # by shard, versions that no stream has yet
+        self._totals: dict[int, int] = {}  # by shard, what is in its total that no stream has yet
+        self._has_listeners = False  # without any, versions wait for the first one
+        self._totals_wanted = True  # False once no listener wants to hear of totals
         self._streams: set[PublishStream] = set()
         self._newest: dict[str, PublishStream] = {}  # by listener, while it is open
 
@@ -109,7 +109,7 @@ class PublishStreams:
         with self._lock:
             asked = bool(self._versions)
             self._versions.update((each.shard, each) for each in published)
-        if not asked and self._heard:
+        if not asked and self._has_listeners:
             self._loop.call_soon_threadsafe(self._tell)
 
     def abort(self, error: RayZeroError) -> None:
@@ -123,17 +123,17 @@ class PublishStreams:
         if older is not None:
             self._streams.discard(older)
             older.end()
-        self._heard = True  # from here on, news are told; those before are here
+        self._has_listeners = True  # from here on, a new version wakes the loop; earlier ones are in ``_versions``
         self._tell()
         stream = self._newest[listener] = PublishStream(listener, self._known, self._error)
         self._streams.add(stream)
-        self._anyone = True
+        self._totals_wanted = True
         return stream
 
     def close(self, stream: PublishStream) -> None:
         """Remove a listener."""
         self._streams.discard(stream)
-        self._heard = bool(self._streams)
+        self._has_listeners = bool(self._streams)
         if self._newest.get(stream.listener) is stream:
             del self._newest[stream.listener]
 
@@ -141,7 +141,7 @@ class PublishStreams:
         """Tell listeners what is in a shard's total (``total_word``): several at once, as it comes often."""
         with self._lock:
             asked, self._totals[shard] = bool(self._totals), word
-        if not asked and self._anyone:
+        if not asked and self._totals_wanted:
             self._loop.call_soon_threadsafe(self._tell)
 
     def _tell(self) -> None:
@@ -153,7 +153,7 @@ class PublishStreams:
             self._known[shard] = each if before is None else each._replace(total=before.total)
         for stream in self._streams if published else ():
             stream.add([self._known[shard] for shard in published])
-        self._anyone = any(stream.hears_totals for stream in self._streams)
+        self._totals_wanted = any(stream.hears_totals for stream in self._streams)
         told = [self._known[shard]._replace(total=word) for shard, word in totals.items() if shard in self._known]
         self._known.update((each.shard, each) for each in told)
         for stream in self._streams if told else ():

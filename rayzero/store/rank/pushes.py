@@ -89,7 +89,7 @@ class Pushes:
         self._released = False  # the pages of the region
         self._unwatch: End = lambda: None  # stops reporting the region
         self.announces_at_finish = False  # while it pushes, the rank needs all cores for itself
-        self._unannounced: dict[int, Sequence[Pushed]] = {}  # by unit; owners that look for another reason see them
+        self._unannounced: set[int] = set()  # units whose pushes wait for the finish
         self._free: dict[int, Future[int]] = {}  # unit -> done when its range is free for the step below
         self._steps: dict[int, int] = {}  # unit -> the newest step of its pushes
         self._sent: dict[int, Future[None]] = {}  # unit -> done when nothing is sent from its range any more
@@ -282,23 +282,25 @@ class Pushes:
             pushed = region.put(push, grads)
             if pushed and self.announces_at_finish:
                 self._note(push.unit, pushed)
-                self._unannounced[push.unit] = pushed
+                self._unannounced.add(push.unit)
             elif pushed:
-                self._announce(push.unit, pushed)
-                region.announced(push.unit)
+                self._tell(region, push.unit, pushed)
         except Exception as exc:  # whatever it is, the push's future raises it
             self._order.end(0, push, exc)
             return exc
         self._order.end(0, push, None)
         return None
 
+    def _tell(self, region: GradientRegion, unit: int, pushed: Sequence[Pushed]) -> None:
+        self._announce(unit, pushed)
+        region.announced(unit)
+
     def announce(self) -> None:
-        """Announce the pushes that were kept for the rank's finish, which comes next."""
-        for unit, pushed in self._unannounced.items():
-            self._announce(unit, pushed)
-            if self.region is not None:
-                self.region.announced(unit)
-        self._unannounced = {}
+        """Announce the pushes that wait for the rank's finish, which comes next."""
+        region, units, self._unannounced = self.region, self._unannounced, set()
+        for unit in units:
+            assert region is not None
+            self._tell(region, unit, region.pushed(unit))
 
     def close(self) -> None:
         """Write the pushes that no longer wait, fail the others, then end the thread. Idempotent."""
